@@ -1,0 +1,324 @@
+"""From a config to the live parts of a run, in two stages: what can be known before a model loads, then the model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.advantages import check_estimator_options
+from lowmem_grpo.catalog import ModelInfo, compute_dtype, detect_card, inspect_model, resolve_model
+from lowmem_grpo.catalog.progress import download_bar
+from lowmem_grpo.config import Config, LoadedConfig
+from lowmem_grpo.data import (
+    DataSpec,
+    PreparedData,
+    ProblemStream,
+    RawData,
+    check_columns,
+    prepare,
+    read_rows,
+    template_record,
+)
+from lowmem_grpo.errors import DataError
+from lowmem_grpo.losses import check_loss_options
+from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_policy, load_tokenizer
+from lowmem_grpo.plugins import is_file_spec, split_file_spec
+from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
+from lowmem_grpo.types import Card, SamplingParams
+
+__all__ = [
+    "Parts",
+    "Preflight",
+    "assemble",
+    "environment",
+    "evaluation_specs",
+    "preflight",
+    "reward_files",
+    "sha256_of",
+    "with_absolute_paths",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """Everything about a run that needs no model: checked config, loaded rewards, read rows, known card and model.
+
+    `warnings` are sentences for the user. `close` ends the worker processes of the rewards.
+    """
+
+    config: Config
+    base_dir: Path
+    card: Card
+    dtype: str
+    model: ModelInfo
+    rubric: Rubric
+    eval_rubric: Rubric
+    raw: RawData
+    data_spec: DataSpec
+    advantage_options: Mapping[str, Any]
+    loss_options: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+    def close(self) -> None:
+        """End the reward processes."""
+        self.rubric.close()
+        self.eval_rubric.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The live parts: the policy and the data as problems. `steps` is the length of the run."""
+
+    policy: Policy
+    data: PreparedData
+    stream: ProblemStream
+    steps: int
+    template: Mapping[str, Any]
+
+
+def preflight(
+    loaded: LoadedConfig,
+    *,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    on_reward_problem: Callable[[str, str], None] | None = None,
+) -> Preflight:
+    """Check everything that can be checked before a model is fetched or loaded.
+
+    `functions` are reward functions of this process (a notebook), by name. Raises a UserError with one sentence for
+    whatever is wrong first.
+    """
+    config, base_dir = with_absolute_paths(loaded.config, loaded.base_dir), loaded.base_dir
+    card = detect_card(config.device)
+    dtype, dtype_warning = compute_dtype(card, config.model.compute_dtype)
+    advantage_options = check_estimator_options(config.algorithm.advantage, config.algorithm.advantage_args)
+    loss_options = check_loss_options(config.algorithm.loss, _loss_options(config))
+    if config.lora.continue_from is not None:
+        check_adapter_folder(Path(config.lora.continue_from))
+    model = inspect_model(config.model.name, revision=config.model.revision)
+    _check_context(config, model)
+    data_spec = _data_spec(config)
+    callbacks = {} if on_reward_problem is None else {"on_problem": on_reward_problem}
+    rubric = Rubric(reward_specs(config), base_dir=base_dir, functions=functions, **callbacks)
+    eval_rubric = Rubric(evaluation_specs(config, functions or {}), base_dir=base_dir, functions=functions, **callbacks)
+    try:
+        raw = read_rows(data_spec, base_dir=base_dir)
+        check_columns(raw, data_spec, {**rubric.needed_columns(), **eval_rubric.needed_columns()})
+    except BaseException:
+        rubric.close()
+        eval_rubric.close()
+        raise
+    warnings = (*((dtype_warning,) if dtype_warning else ()), *rubric.warnings)
+    return Preflight(
+        config,
+        base_dir,
+        card,
+        dtype,
+        model,
+        rubric,
+        eval_rubric,
+        raw,
+        data_spec,
+        advantage_options,
+        loss_options,
+        warnings,
+    )
+
+
+def assemble(checked: Preflight) -> Parts:
+    """Fetch the model where needed, load it, render and split the data. Raises a UserError with one sentence."""
+    config, card = checked.config, checked.card
+    with download_bar() as progress:
+        resolved = resolve_model(config.model.name, revision=config.model.revision, progress=progress)
+    tokenizer = load_tokenizer(resolved.path)
+    needs_gold = checked.rubric.needs_gold or checked.eval_rubric.needs_gold
+    data = prepare(checked.raw, checked.data_spec, tokenizer, needs_gold=needs_gold, unusable=_gold_check(checked))
+    stream = ProblemStream(data.train, config.rollout.prompts_per_step, config.run.seed)
+    spec = ModelSpec(
+        path=resolved.path,
+        base_name=str(resolved.path) if resolved.origin != "hub" else resolved.name,
+        base_revision=resolved.revision,
+        quantization=config.model.quantization,
+        prequantized=resolved.quantized,
+        weights=config.model.weights,
+        compute_dtype=checked.dtype,
+        attention="sdpa" if config.model.attention == "auto" else config.model.attention,
+        activation_checkpointing=config.memory.activation_checkpointing,
+    )
+    continue_from = config.lora.continue_from
+    lora = LoraSpec(
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        target_modules=config.lora.target_modules,
+        continue_from=None if continue_from is None else Path(continue_from),
+        seed=config.run.seed,
+    )
+    policy = load_policy(spec, lora, card, tokenizer)
+    steps = config.run.steps or stream.steps_per_epoch * (config.run.epochs or 1)
+    return Parts(policy, data, stream, steps, dict(template_record(checked.data_spec, tokenizer)))
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training answers are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+    )
+
+
+def reward_specs(config: Config) -> list[RewardSpec]:
+    """The rewards of the config in the form the rubric takes."""
+    return [RewardSpec(r.name, r.weight, r.args, r.label, r.timeout_s) for r in config.rewards]
+
+
+def evaluation_specs(config: Config, functions: Mapping[str, Any]) -> list[RewardSpec]:
+    """What an evaluation scores: the metric itself as "score", and for a metric that compares with a gold answer also
+    "correct" (read leniently) and "format" (written as asked, right or wrong).
+
+    The metric is `eval.metric`, or the first reward of the config with its own arguments.
+    """
+    named = [r for r in config.rewards if config.eval.metric in (None, r.name, r.label)]
+    first = named[0] if named else None
+    name = first.name if first is not None else str(config.eval.metric)
+    args = {**(first.args if first is not None else {}), **config.eval.metric_args}
+    timeout_s = first.timeout_s if first is not None else config.rewards[0].timeout_s
+    readings = {"score": args}
+    if name not in functions and name in REWARDS and isinstance(REWARDS[name](**args), AnswerChecker):
+        readings |= {"correct": {**args, "mode": "lenient"}, "format": {**args, "mode": "format"}}
+    return [RewardSpec(name, 1.0, options, label, timeout_s) for label, options in readings.items()]
+
+
+def with_absolute_paths(config: Config, base_dir: Path) -> Config:
+    """The config with every relative path that names something under `base_dir` made absolute."""
+
+    def absolute(name: str | None) -> str | None:
+        if name is None:
+            return None
+        file, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+        path = base_dir / Path(file).expanduser()
+        return f"{path.resolve()}{colon}{function}" if path.exists() else name
+
+    changed = config.model_dump()
+    changed["data"]["source"] = absolute(config.data.source)
+    changed["data"]["test_source"] = absolute(config.data.test_source)
+    changed["lora"]["continue_from"] = absolute(config.lora.continue_from)
+    for reward in changed["rewards"]:
+        reward["name"] = absolute(reward["name"]) if is_file_spec(reward["name"]) else reward["name"]
+    return Config(**changed)
+
+
+def reward_files(config: Config) -> dict[str, Path]:
+    """The user's reward files: name under `inputs/` -> path; two files of one name get numbered names."""
+    files: dict[str, Path] = {}
+    for spec in (r.name for r in config.rewards if is_file_spec(r.name)):
+        path, _ = split_file_spec(spec, kind="reward", base_dir=Path())
+        if path not in files.values():
+            name = path.name if path.name not in files else f"{len(files)}-{path.name}"
+            files[name] = path
+    return files
+
+
+def environment(checked: Preflight) -> dict[str, Any]:
+    """Versions, machine and determinism flags, for environment.json."""
+    packages = ("lowmem-grpo", "torch", "transformers", "peft", "bitsandbytes", "datasets", "accelerate")
+    card = checked.card
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in packages},
+        "device": card.name,
+        "card": {"device": card.device, "capability": list(card.capability), "memory_bytes": card.memory_bytes},
+        "cuda": torch.version.cuda,
+        "compute_dtype": checked.dtype,
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "git_revision": _git_revision(),
+        "command": sys.argv,
+        "data_sha256": checked.raw.sha256,
+        "reward_sha256": {name: sha256_of(path) for name, path in reward_files(checked.config).items()},
+    }
+
+
+def _data_spec(config: Config) -> DataSpec:
+    data = config.data
+    return DataSpec(
+        source=data.source,
+        split=data.split,
+        prompt_column=data.prompt_column,
+        answer_column=data.answer_column,
+        columns=data.columns,
+        system_prompt=data.system_prompt,
+        thinking=data.thinking,
+        chat_template_kwargs=data.chat_template_kwargs,
+        max_prompt_tokens=data.max_prompt_tokens,
+        dev_size=data.dev_size,
+        test_source=data.test_source,
+        test_size=data.test_size,
+        format=data.format,
+        args=data.args,
+        seed=0,  # not the run's seed: runs that differ in it are compared on the same problems
+    )
+
+
+def _loss_options(config: Config) -> dict[str, Any]:
+    algorithm = config.algorithm
+    options = {
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+        "two_sided_delta": algorithm.two_sided_delta,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_context(config: Config, model: ModelInfo) -> None:
+    context = model.config.get("max_position_embeddings")
+    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if context is not None and wanted > context:
+        raise DataError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} together exceed the context of {config.model.name}, {context} tokens; "
+            "lower one of them."
+        )
+
+
+def _gold_check(checked: Preflight) -> Callable[[Mapping[str, Any]], str | None]:
+    def unusable(columns: Mapping[str, Any]) -> str | None:
+        gold = columns.get("answer")
+        if checked.rubric.parseable_gold(gold) and checked.eval_rubric.parseable_gold(gold):
+            return None
+        return "a reward cannot read its answer"
+
+    return unusable
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """The commit of the package's own checkout, or None when it is installed without one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,33 @@
+"""Where models come from, and what they run on.
+
+`inspect_model` looks, `resolve_model` fetches; `detect_card` describes the device and `compute_dtype` chooses for it.
+"""
+
+from __future__ import annotations
+
+from .cards import CARDS, CardSpec, compute_dtype, detect_card, known_card
+from .embedded import SMOLLM2_135M, EmbeddedSource, cache_root
+from .folder import FAMILIES
+from .models import ALIASES, EMBEDDED, ModelInfo, ResolvedModel, inspect_model, resolve_model
+from .progress import Progress, download_bar, no_progress
+
+__all__ = [
+    "ALIASES",
+    "CARDS",
+    "EMBEDDED",
+    "FAMILIES",
+    "SMOLLM2_135M",
+    "CardSpec",
+    "EmbeddedSource",
+    "ModelInfo",
+    "Progress",
+    "ResolvedModel",
+    "cache_root",
+    "compute_dtype",
+    "detect_card",
+    "download_bar",
+    "inspect_model",
+    "known_card",
+    "no_progress",
+    "resolve_model",
+]

@@ -1,0 +1,220 @@
+"""Which device the work runs on, what it has, and the dtype that suits it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, nearest
+from ..types import Card
+
+__all__ = ["CARDS", "CardSpec", "compute_dtype", "detect_card", "known_card"]
+
+
+@dataclass(frozen=True, slots=True)
+class CardSpec:
+    """The data-sheet figures of a card: memory in GiB, bandwidth in 10^9 bytes/s, compute capability.
+
+    `model` is the name as the driver says it, in lower case and without maker, series and memory size.
+
+    >>> CARDS["t4-16gb"].bandwidth_gb_s
+    320.0
+    """
+
+    model: str
+    memory_gib: int
+    bandwidth_gb_s: float
+    capability: tuple[int, int]
+
+
+CARDS: Mapping[str, CardSpec] = {
+    "gtx1660-6gb": CardSpec("gtx 1660", 6, 192.0, (7, 5)),
+    "rtx2060-6gb": CardSpec("rtx 2060", 6, 336.0, (7, 5)),
+    "rtx2070-8gb": CardSpec("rtx 2070", 8, 448.0, (7, 5)),
+    "rtx2080ti-11gb": CardSpec("rtx 2080 ti", 11, 616.0, (7, 5)),
+    "t4-16gb": CardSpec("t4", 16, 320.0, (7, 5)),
+    "v100-16gb": CardSpec("v100", 16, 900.0, (7, 0)),
+    "rtx3050-8gb": CardSpec("rtx 3050", 8, 224.0, (8, 6)),
+    "rtx3060-12gb": CardSpec("rtx 3060", 12, 360.0, (8, 6)),
+    "rtx3060laptop-6gb": CardSpec("rtx 3060 laptop", 6, 336.0, (8, 6)),
+    "rtx3060ti-8gb": CardSpec("rtx 3060 ti", 8, 448.0, (8, 6)),
+    "rtx3070-8gb": CardSpec("rtx 3070", 8, 448.0, (8, 6)),
+    "rtx3080-10gb": CardSpec("rtx 3080", 10, 760.0, (8, 6)),
+    "rtx3090-24gb": CardSpec("rtx 3090", 24, 936.0, (8, 6)),
+    "a10-24gb": CardSpec("a10", 24, 600.0, (8, 6)),
+    "a100-40gb": CardSpec("a100", 40, 1555.0, (8, 0)),
+    "a100-80gb": CardSpec("a100", 80, 2039.0, (8, 0)),
+    "rtx4060-8gb": CardSpec("rtx 4060", 8, 272.0, (8, 9)),
+    "rtx4060laptop-8gb": CardSpec("rtx 4060 laptop", 8, 256.0, (8, 9)),
+    "rtx4060ti-8gb": CardSpec("rtx 4060 ti", 8, 288.0, (8, 9)),
+    "rtx4060ti-16gb": CardSpec("rtx 4060 ti", 16, 288.0, (8, 9)),
+    "rtx4070-12gb": CardSpec("rtx 4070", 12, 504.0, (8, 9)),
+    "rtx4080-16gb": CardSpec("rtx 4080", 16, 717.0, (8, 9)),
+    "rtx4090-24gb": CardSpec("rtx 4090", 24, 1008.0, (8, 9)),
+    "l4-24gb": CardSpec("l4", 24, 300.0, (8, 9)),
+    "h100-80gb": CardSpec("h100", 80, 3350.0, (9, 0)),
+    "h200-141gb": CardSpec("h200", 141, 4800.0, (9, 0)),
+    "rtx5060ti-16gb": CardSpec("rtx 5060 ti", 16, 448.0, (12, 0)),
+    "rtx5070-12gb": CardSpec("rtx 5070", 12, 672.0, (12, 0)),
+    "rtx5080-16gb": CardSpec("rtx 5080", 16, 960.0, (12, 0)),
+    "rtx5090-32gb": CardSpec("rtx 5090", 32, 1792.0, (12, 0)),
+}
+"""Cards by slug, figures of the makers' public data sheets."""
+
+
+def known_card(name: str, memory_bytes: int) -> CardSpec | None:
+    """The table's entry for a name as torch or the driver gives it; of several memory sizes the nearest.
+
+    A size more than a tenth away is another product (a 3060 also exists with 8 GB and a narrower bus): None then.
+
+    >>> known_card("NVIDIA GeForce RTX 4060 Ti", 16 << 30).memory_gib
+    16
+    """
+    words = re.split(r"[\s\-_]+", name.lower())
+    drop = {"nvidia", "geforce", "tesla", "gpu", "pcie", "sxm2", "sxm4", "sxm5", "hbm3", "hbm3e"}
+    model = " ".join(word for word in words if word not in drop and not re.fullmatch(r"\d+gb", word))
+    gib = memory_bytes / 2**30
+    fits = [
+        card for card in CARDS.values() if card.model == model and abs(card.memory_gib - gib) < card.memory_gib / 10
+    ]
+    return min(fits, key=lambda card: abs(card.memory_gib - gib), default=None)
+
+
+def detect_card(device: str = "auto") -> Card:
+    """The device to work on: "auto" (a GPU when there is one), "cpu", "cuda" or "cuda:<number>".
+
+    Memory is what is free now: the operating system's available memory, or the driver's free memory of the GPU.
+
+    Raises:
+        ConfigError: an unknown device, "cuda" without a usable GPU, or "auto" on a machine whose GPU this torch
+            cannot use (training on the CPU instead would take a hundred times as long without a word).
+    """
+    if device == "cpu":
+        return _cpu()
+    if device != "auto" and not re.fullmatch(r"cuda(:\d+)?", device):
+        close = nearest(device, ("auto", "cpu", "cuda"))
+        raise ConfigError(
+            f"device is {device!r}; write auto, cpu, cuda or cuda:0" + (f" (did you mean {close}?)." if close else ".")
+        )
+    import torch
+
+    if torch.cuda.is_available():
+        return _cuda(device)
+    if gpu := _gpu_seen():
+        raise ConfigError(
+            f"This machine has a GPU ({gpu}) that this torch ({torch.__version__}) cannot use: "
+            f"{_torch_advice(torch.__version__, torch.version.cuda)}, or set device=cpu to use the CPU on purpose."
+        )
+    if device != "auto":
+        raise ConfigError(f"device is {device!r} but no NVIDIA GPU is visible here; set device=cpu or device=auto.")
+    return _cpu()
+
+
+def compute_dtype(card: Card, requested: str = "auto") -> tuple[str, str | None]:
+    """(dtype to compute in, warning or None): float32 on a CPU, bfloat16 from capability 8 on, else float16.
+
+    >>> compute_dtype(Card("Tesla T4", "cuda", (7, 5), 15 << 30), "bfloat16")[0]
+    'float16'
+    """
+    choices = ("auto", "float32", "bfloat16", "float16")
+    if requested not in choices:
+        close = nearest(requested, choices)
+        hint = f" (did you mean {close}?)" if close else ""
+        raise ConfigError(f"model.compute_dtype is {requested!r}; choose one of {', '.join(choices)}{hint}.")
+    if card.device == "cpu":
+        return ("float32" if requested == "auto" else requested), None
+    has_bfloat16 = card.capability >= (8, 0)
+    if requested == "auto":
+        return ("bfloat16" if has_bfloat16 else "float16"), None
+    if requested == "bfloat16" and not has_bfloat16:
+        capability = ".".join(map(str, card.capability))
+        return "float16", f"{card.name} (capability {capability}) has no bfloat16 arithmetic; float16 is used instead."
+    return requested, None
+
+
+def _cpu() -> Card:
+    import platform
+
+    import psutil
+
+    return Card(platform.processor() or "cpu", "cpu", (0, 0), psutil.virtual_memory().available)
+
+
+def _cuda(device: str) -> Card:
+    import torch
+
+    index = int(device.partition(":")[2] or torch.cuda.current_device())
+    if index >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device is {device!r} but the GPUs here are cuda:0 to cuda:{count - 1}.")
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if not _has_kernels(capability, torch.cuda.get_arch_list()):
+        raise ConfigError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, for which this torch "
+            f"({torch.__version__}) has no kernels: {_torch_advice(torch.__version__, torch.version.cuda)}, or set "
+            "device=cpu to use the CPU on purpose."
+        )
+    free, total = torch.cuda.mem_get_info(index)
+    spec = known_card(name, total)
+    bandwidth = spec.bandwidth_gb_s * 1e9 if spec else 0.0
+    return Card(name, "cuda" if device == "auto" else device, capability, free, bandwidth)
+
+
+def _has_kernels(capability: tuple[int, int], built_for: Iterable[str]) -> bool:
+    """True when code for this capability is in the build: same major and an equal or lower minor, or older PTX.
+
+    >>> _has_kernels((8, 9), ["sm_80", "sm_90"]), _has_kernels((6, 1), ["sm_75", "sm_80"])
+    (True, False)
+    """
+    for arch in built_for:
+        kind, _, digits = arch.partition("_")
+        number = re.match(r"\d+", digits)
+        major, minor = divmod(int(number[0]), 10) if number else (0, 0)
+        if kind == "sm" and major == capability[0] and minor <= capability[1]:
+            return True
+        if kind == "compute" and (major, minor) <= capability:
+            return True
+    return False
+
+
+def _gpu_seen() -> str:
+    """The name of an NVIDIA GPU that the driver shows, "" when there is none or CUDA_VISIBLE_DEVICES hides them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return ""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return _gpu_seen_without_nvml()
+    try:
+        if pynvml.nvmlDeviceGetCount() == 0:
+            return ""
+        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_seen_without_nvml() -> str:
+    cards = Path("/proc/driver/nvidia/gpus")
+    if cards.is_dir() and any(cards.iterdir()):
+        return "seen in /proc/driver/nvidia"
+    if tool := shutil.which("nvidia-smi"):
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+        return listed.stdout.splitlines()[0] if listed.returncode == 0 and listed.stdout else ""
+    return ""
+
+
+def _torch_advice(version: str, cuda: str | None) -> str:
+    """What to do so that torch can use the GPU."""
+    if cuda:
+        return f"it is built for CUDA {cuda}, so update the NVIDIA driver or install a torch built for this card"
+    if sys.platform == "win32":
+        return "it is a CPU build; install a CUDA build with the line that pytorch.org/get-started prints"
+    plain = version.partition("+")[0]
+    return f"it is a CPU build; run `{sys.executable} -m pip install --force-reinstall torch=={plain}`"

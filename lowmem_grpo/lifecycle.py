@@ -1,0 +1,129 @@
+"""Start, continue and re-evaluate runs: a run folder, its lock and log, the parts, and the trainer in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.assembly import Preflight, assemble, environment, preflight, reward_files, sha256_of
+from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
+from lowmem_grpo.errors import RunDirError
+from lowmem_grpo.files import atomic_write, json_bytes
+from lowmem_grpo.rundir import RunDir, StatusWriter, run_name, tee_output
+from lowmem_grpo.sinks import Fanout, make_sinks
+from lowmem_grpo.trainer import Trainer
+from lowmem_grpo.types import Event
+
+__all__ = ["RUNS_ROOT", "evaluate_run", "resume_run", "start_run"]
+
+RUNS_ROOT = Path("runs")
+"""Where runs go unless told otherwise."""
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def start_run(
+    loaded: LoadedConfig, run_dir: Path | None = None, *, functions: Functions | None = None
+) -> tuple[RunDir, dict[str, Any]]:
+    """Train from the start into `run_dir` (None: `runs/<name>-<date>`); returns the folder and the report.
+
+    `functions` are reward functions of this process by name. Raises UserError before anything is written where that
+    can be known, StopRequested after a requested stop, RunFailed when the run cannot go on.
+    """
+    with _checked(loaded, functions) as checked:
+        folder = RunDir.create(
+            run_dir or RUNS_ROOT / run_name(loaded.name, RUNS_ROOT),
+            config_text=dump_config(checked.config),
+            environment=environment(checked),
+            inputs={name: path.read_bytes() for name, path in reward_files(checked.config).items()},
+        )
+        with folder.lock():
+            return folder, _train(folder, checked, resume=False)
+
+
+def resume_run(
+    path: Path | str, overrides: Sequence[str] = (), *, functions: Functions | None = None
+) -> tuple[RunDir, dict[str, Any]]:
+    """Go on from the newest checkpoint of a run, or from its start when it has none.
+
+    `overrides` may lengthen the run and change what does not touch the mathematics. Raises as `start_run`, and
+    RunDirError when the run is in use or its data or reward files have changed since it began.
+    """
+    folder = RunDir.open(path)
+    with folder.lock(), _checked(_stored_config(folder, overrides), functions) as checked:
+        _check_unchanged(folder, checked)
+        if overrides:
+            atomic_write(folder.config_path, dump_config(checked.config))
+        return folder, _train(folder, checked, resume=True)
+
+
+def evaluate_run(path: Path | str, *, functions: Functions | None = None) -> dict[str, Any]:
+    """Start against tuned on the test split, as in report.json; a finished run's own report is returned as it is.
+
+    Raises RunDirError when the run has no test rows or no adapter yet.
+    """
+    folder = RunDir.open(path)
+    report = folder.read_report()
+    if report is not None and "tuned" in report:
+        return report
+    if not folder.adapter_dir.exists():
+        raise RunDirError(f"{folder.path} has no adapter yet: let the run reach its first checkpoint.")
+    with folder.lock(), _checked(_stored_config(folder), functions) as checked:
+        _check_unchanged(folder, checked)
+        with StatusWriter(folder, steps=0) as status:
+            parts = assemble(checked)
+            if not parts.data.test:
+                raise RunDirError(
+                    f"{folder.path} has no test rows: set data.test_size or data.test_source in a new run."
+                )
+            return Trainer(checked, parts, folder, Fanout({}, print), status).evaluate_start_and_tuned("test")
+
+
+def _train(folder: RunDir, checked: Preflight, *, resume: bool) -> dict[str, Any]:
+    """Load the model and train; everything printed also goes to train.log."""
+    folder.clear_requests()
+    with tee_output(folder.log_path), StatusWriter(folder, steps=checked.config.run.steps or 0) as status:
+        sinks = Fanout(make_sinks(checked.config.run.sinks, folder), print)
+        parts = assemble(checked)
+        trainer = Trainer(checked, parts, folder, sinks, status)
+        if resume:
+            trainer.restore()
+        for warning in (*checked.warnings, *parts.data.report.warnings):
+            sinks.event(Event("warning", "warning", warning))
+        for line in (*parts.data.report.describe(), parts.stream.describe()):
+            print(line)
+        atomic_write(folder.inputs_dir / "template.json", json_bytes(parts.template, indent=2))
+        return trainer.run()
+
+
+@contextlib.contextmanager
+def _checked(loaded: LoadedConfig, functions: Functions | None) -> Iterator[Preflight]:
+    checked = preflight(loaded, functions=functions)
+    try:
+        yield checked
+    finally:
+        checked.close()
+
+
+def _stored_config(folder: RunDir, overrides: Sequence[str] = ()) -> LoadedConfig:
+    stored = load_config(folder.config_path)
+    return LoadedConfig(resume_overrides(stored.config, overrides), folder.path.name, folder.path)
+
+
+def _check_unchanged(folder: RunDir, checked: Preflight) -> None:
+    """Raise RunDirError when the data or a reward file is not what the run began with."""
+    began = json.loads(folder.environment_path.read_bytes())
+    if began["data_sha256"] != checked.raw.sha256:
+        raise RunDirError(
+            f"The data of {checked.config.data.source} changed since the run began, so it cannot go on exactly; "
+            "put the old file back, or start a new run."
+        )
+    for name, path in reward_files(checked.config).items():
+        if began["reward_sha256"].get(name) != sha256_of(path):
+            raise RunDirError(
+                f"{path} changed since the run began, so it cannot go on exactly; "
+                f"put {folder.inputs_dir / name} back in its place, or start a new run."
+            )

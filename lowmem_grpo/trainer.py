@@ -1,0 +1,437 @@
+"""The trainer: `Trainer.train_step` is one update from problems to report, `Trainer.run` the loop around it.
+
+A step is one rollout batch, used `algorithm.updates_per_rollout` times. Everything random is keyed by (seed, step), so
+a checkpoint needs the adapter, the optimizer and a few counters, and a resumed run repeats what would have happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lowmem_grpo import checkpoint
+from lowmem_grpo.advantages import ESTIMATORS, is_dead_P
+from lowmem_grpo.assembly import Parts, Preflight, sampling_params
+from lowmem_grpo.batching import pack_rows, rewards_tensor
+from lowmem_grpo.checkpoint import TrainState
+from lowmem_grpo.errors import StopRequested
+from lowmem_grpo.evaluate import Evaluation, compare, evaluate
+from lowmem_grpo.files import atomic_write, json_bytes
+from lowmem_grpo.losses import token_weights
+from lowmem_grpo.memory.peak import PeakProbe
+from lowmem_grpo.metrics import rollout_metrics
+from lowmem_grpo.optim import build_optimizer, load_optimizer_state, lr_at, optimizer_state
+from lowmem_grpo.rollout import BatchEngine
+from lowmem_grpo.rundir import RunDir, StatusWriter
+from lowmem_grpo.sinks import Sink
+from lowmem_grpo.sinks.jsonl import write_groups
+from lowmem_grpo.types import Event, Problem, RunInfo, ScoredGroup, StepReport
+from lowmem_grpo.update import Updater, UpdateSettings
+
+__all__ = ["StopFlag", "Trainer"]
+
+
+class StopFlag:
+    """Set by Ctrl-C or SIGTERM while `watching`; a second Ctrl-C interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take over the two signals; does nothing outside the main thread, where Python allows no handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("Stopping after this step (once more: at once, losing the step).", flush=True)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a checkpoint carries besides tensors. `seconds` is the time spent so far, `best` the best dev score."""
+
+    step: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    skipped_in_a_row: int = 0
+    best_step: int | None = None
+    best_score: float | None = None
+    loss_scale: dict[str, Any] | None = None
+    said: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; `Progress(**values)` reads them back."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Trainer:
+    """Holds the live parts of one run. The caller holds the lock of `run_dir`."""
+
+    def __init__(self, checked: Preflight, parts: Parts, run_dir: RunDir, sinks: Sink, status: StatusWriter) -> None:
+        config = checked.config
+        self.config, self.checked, self.parts = config, checked, parts
+        self.run_dir, self.sinks, self.status = run_dir, sinks, status
+        self.policy = parts.policy
+        wave = config.rollout.max_concurrent or config.rollout.prompts_per_step * config.rollout.group_size
+        self.engine = BatchEngine(self.policy, seed=config.run.seed, max_concurrent=wave)
+        self.sampling = sampling_params(config)
+        self.updater = self._build_updater()
+        self.progress = Progress()
+        self.stop = StopFlag()
+        self._probe = PeakProbe(self.policy.device)
+        self._step_seconds: deque[float] = deque(maxlen=10)
+        self._clock = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------ one update
+
+    def train_step(self, step: int) -> StepReport:
+        """One update: sample, score, compare inside each group, push the policy. `step` counts from 1."""
+        problems = self.parts.stream.at(step - 1)
+        with self._measured("rollout") as rollout:
+            groups = self.engine.generate(
+                problems, self.config.rollout.group_size, self.sampling, step=step, on_progress=self._show_rollout
+            )
+        with self._measured("reward") as scoring:
+            scored = self.checked.rubric.score(groups)
+        rewards_P_G, lengths_P_G = rewards_tensor(scored)
+        dead_P = is_dead_P(rewards_P_G)
+        advantages_P_G = ESTIMATORS[self.config.algorithm.advantage](
+            rewards_P_G, lengths_P_G, **self.checked.advantage_options
+        )
+        self._show_sample(step, scored, advantages_P_G, dead_P)
+        with self._measured("update") as update:
+            micro_batches = pack_rows(
+                scored,
+                advantages_P_G,
+                ~rewards_P_G.isnan(),
+                # With a KL penalty even a group without spread has a gradient.
+                torch.ones_like(dead_P) if self.config.algorithm.kl_coef > 0 else ~dead_P,
+                self._token_weights,
+                micro_batch_tokens=self.config.memory.micro_batch_tokens,
+                pad_id=self.policy.pad_id,
+                device=self.policy.device,
+            )
+            updates_per_step = self.config.algorithm.updates_per_rollout
+            update_metrics = self.updater.update(micro_batches, (step - 1) * updates_per_step, self._show_update)
+        write_groups(self.run_dir, step, scored, advantages_P_G.tolist())
+        metrics = {
+            **rollout_metrics(scored, rewards_P_G, lengths_P_G, dead_P),
+            **update_metrics,
+            "time/rollout_s": rollout.seconds,
+            "time/reward_s": scoring.seconds,
+            "time/update_s": update.seconds,
+            "time/step_s": rollout.seconds + scoring.seconds + update.seconds,
+            "speed/rollout_tokens_per_s": lengths_P_G.sum().item() / max(rollout.seconds, 1e-9),
+            "memory/rollout_peak_bytes": rollout.peak_bytes,
+            "memory/update_peak_bytes": update.peak_bytes,
+        }
+        self._findings(step, metrics)
+        return StepReport(step, self.parts.steps, metrics, *_sample(scored, advantages_P_G, dead_P))
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, evaluate, and return the report.
+
+        Raises StopRequested after a requested stop, with everything saved.
+        """
+        info = self._info()
+        self.sinks.start(info)
+        try:
+            with self.stop.watching():
+                self.status.update(state="running", step=self.progress.step, steps=self.parts.steps)
+                self._start_dev_evaluation()
+                self._loop()
+                report = self._final_report()
+            self.sinks.report(report)
+            return report
+        finally:
+            self.sinks.close()
+
+    def _loop(self) -> None:
+        for step in range(self.progress.step + 1, self.parts.steps + 1):
+            self._heed_requests()
+            report = self.train_step(step)
+            self.progress.step = step
+            report = self._with_dev_score(report)
+            self.sinks.step(report)
+            self._step_seconds.append(report.metrics["time/step_s"])
+            self.status.update(step=step, eta_s=self._eta_s(step))
+            if step % self.config.run.checkpoint_every == 0 or step == self.parts.steps:
+                self.save()
+
+    def _heed_requests(self) -> None:
+        """At the safe point before a step: stop, save or evaluate when asked to."""
+        if self.stop.requested or self.run_dir.requested("stop"):
+            self.save()
+            self.run_dir.clear_requests("stop")
+            raise StopRequested(
+                f"Stopped after step {self.progress.step} of {self.parts.steps}; "
+                f"continue with `lowmem-grpo resume {self.run_dir.path}`."
+            )
+        if self.run_dir.requested("checkpoint"):
+            self.save()
+            self.run_dir.clear_requests("checkpoint")
+        if self.run_dir.requested("eval"):
+            self.run_dir.clear_requests("eval")
+            if self.parts.data.dev:
+                score = self._evaluate("dev").mean("score")
+                self._event("evaluation", "info", f"dev score {score:.3f} after step {self.progress.step}")
+
+    def _with_dev_score(self, report: StepReport) -> StepReport:
+        """Evaluate on dev when it is due, keep the adapter if none was better, and add the score to the metrics."""
+        every, step = self.config.eval.every, report.step
+        due = step == self.parts.steps or (every > 0 and step % every == 0)
+        if not (due and self.parts.data.dev):
+            return report
+        evaluation = self._evaluate("dev")
+        score = evaluation.mean("score")
+        if self.progress.best_score is None or score >= self.progress.best_score:
+            self.progress.best_score, self.progress.best_step = score, step
+            self._write_adapter()
+        readings = {"eval/score": score, **_optional(evaluation, "correct", "format")}
+        return StepReport(step, report.steps, {**report.metrics, **readings}, report.sample, report.sample_advantages_G)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step."""
+        if self.progress.step == 0:
+            return
+        self.progress.seconds += self._lap()
+        self.progress.skipped_in_a_row = self.updater.skipped_in_a_row
+        self.progress.loss_scale = self.updater.scaler.state_dict()
+        if self.progress.best_score is None:
+            self._write_adapter()
+        # The event first, so that the offsets in the checkpoint include its line.
+        self._event("checkpoint", "info", f"checkpoint of step {self.progress.step}")
+        self.run_dir.rotate_completions(self.config.run.completions_cap_mb << 20)
+        state = TrainState(
+            step=self.progress.step,
+            adapter=self.policy.adapter_state(),
+            optimizer=optimizer_state(self.updater.optimizer, self.updater.parameters),
+            progress=self.progress.to_json(),
+            offsets=self.run_dir.offsets(),
+            adapter_config=self.policy.adapter_config(),
+        )
+        checkpoint.save(self.run_dir, state, keep=self.config.run.keep_checkpoints)
+
+    def restore(self) -> None:
+        """Go back to the newest whole checkpoint, or to the very start when there is none."""
+        damaged: list[str] = []
+        newest = checkpoint.latest(self.run_dir, on_damaged=damaged.append)
+        if newest is None:
+            self.run_dir.truncate_to({})
+        else:
+            self._restore_from(checkpoint.load(newest))
+        for sentence in damaged:
+            self._event("damaged checkpoint", "warning", sentence)
+        self._event("resume", "info", f"goes on after step {self.progress.step}")
+
+    def _restore_from(self, state: TrainState) -> None:
+        self.policy.load_adapter_state(dict(state.adapter))
+        load_optimizer_state(self.updater.optimizer, self.updater.parameters, state.optimizer)
+        values = dict(state.progress)
+        self.progress = Progress(**{**values, "said": tuple(values["said"])})
+        self.updater.skipped_in_a_row = self.progress.skipped_in_a_row
+        if self.progress.loss_scale:
+            self.updater.scaler.load_state_dict(self.progress.loss_scale)
+        for sentence in self.run_dir.truncate_to(state.offsets):
+            self._event("lost lines", "warning", sentence)
+
+    def _write_adapter(self) -> None:
+        checkpoint.write_adapter(self.run_dir.adapter_dir, self.policy.adapter_state(), self.policy.adapter_config())
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate_start_and_tuned(self, split: str) -> dict[str, Any]:
+        """Start against the adapter in `adapter/` on one split; the start is evaluated once and kept on disk."""
+        weights, _ = checkpoint.read_adapter(self.run_dir.adapter_dir)
+        self.policy.load_adapter_state(weights)
+        start = self._start_evaluation(split)
+        tuned = self._evaluate(split)
+        atomic_write(self.run_dir.evaluations_dir / f"tuned-{split}.json", json_bytes(tuned.to_json()))
+        return compare(start, tuned, correct_at=self.config.eval.correct_at, split=split)
+
+    def _start_evaluation(self, split: str) -> Evaluation:
+        path = self.run_dir.evaluations_dir / f"start-{split}.json"
+        if path.exists():
+            return Evaluation.from_json(json.loads(path.read_bytes()))
+        with self.policy.reference():
+            evaluation = self._evaluate(split)
+        atomic_write(path, json_bytes(evaluation.to_json()))
+        return evaluation
+
+    def _start_dev_evaluation(self) -> None:
+        if self.parts.data.dev and self.progress.step == 0:
+            score = self._start_evaluation("dev").mean("score")
+            self._event("evaluation", "info", f"dev score {score:.3f} before training")
+
+    def _evaluate(self, split: str) -> Evaluation:
+        problems: Sequence[Problem] = getattr(self.parts.data, split)
+        return evaluate(
+            self.engine,
+            problems,
+            self.checked.eval_rubric,
+            max_new_tokens=self.sampling.max_new_tokens,
+            stop=self.sampling.stop,
+            on_progress=lambda done, total, _tokens: self.sinks.progress("evaluate", done, total, split),
+        )
+
+    def _final_report(self) -> dict[str, Any]:
+        comparison = self.evaluate_start_and_tuned("test") if self.parts.data.test else {}
+        self.progress.seconds += self._lap()
+        report = {
+            **comparison,
+            "steps": self.parts.steps,
+            "best_step": self.progress.best_step,
+            "dev_score": self.progress.best_score,
+            "seconds": self.progress.seconds,
+            "peak_memory_bytes": max(self.progress.peak_bytes, self._probe.peak_bytes()),
+            "adapter": str(self.run_dir.adapter_dir),
+            "model": self.config.model.name,
+            "seed": self.config.run.seed,
+            "findings": [row for row in self.run_dir.read("events") if row.get("severity") != "info"],
+        }
+        self.run_dir.write_report(report)
+        return report
+
+    # ------------------------------------------------------------------------------------------ small parts
+
+    def _build_updater(self) -> Updater:
+        config, parameters = self.config, self.policy.trainable_parameters()
+        updates = self.parts.steps * config.algorithm.updates_per_rollout
+        settings = UpdateSettings(
+            loss=config.algorithm.loss,
+            loss_options=self.checked.loss_options,
+            kl_coef=config.algorithm.kl_coef,
+            temperature=config.rollout.temperature,
+            head_chunk_tokens=config.memory.head_chunk_tokens,
+            max_grad_norm=config.optim.max_grad_norm,
+            updates_per_rollout=config.algorithm.updates_per_rollout,
+            lr_of=lambda update: lr_at(
+                update,
+                updates,
+                lr=config.optim.lr,
+                schedule=config.optim.schedule,
+                warmup=config.optim.warmup_steps,
+            ),
+        )
+        optimizer = build_optimizer(
+            config.optim.name, parameters, lr=config.optim.lr, weight_decay=config.optim.weight_decay
+        )
+        return Updater(self.policy, settings, optimizer)
+
+    def _token_weights(self, lengths_R: torch.Tensor) -> torch.Tensor:
+        return token_weights(self.config.algorithm.aggregation, lengths_R, max_new_tokens=self.sampling.max_new_tokens)
+
+    def _info(self) -> RunInfo:
+        rollout = self.config.rollout
+        return RunInfo(
+            name=self.run_dir.path.name,
+            run_dir=str(self.run_dir.path),
+            model=self.config.model.name,
+            device=self.checked.card.name,
+            steps=self.parts.steps,
+            prompts_per_step=rollout.prompts_per_step,
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_new_tokens,
+            first_step=self.progress.step + 1,
+        )
+
+    def _findings(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once what a user should know about this step."""
+        if metrics["completion/truncated"] == 1.0:
+            self._say_once(
+                step,
+                "truncated",
+                f"Every answer was cut at {self.sampling.max_new_tokens} tokens before it ended; "
+                "raise rollout.max_new_tokens.",
+            )
+        if metrics["groups/zero_variance"] == 1.0:
+            self._say_once(
+                step,
+                "dead groups",
+                "All groups of this step scored the same inside the group, so nothing was learnt from it; "
+                "if this goes on, give partial credit, take easier rows or raise rollout.group_size.",
+            )
+        if metrics["optim/skipped"] > 0:
+            self._event("skipped step", "warning", f"step {step} had a non-finite gradient and was left out")
+
+    def _say_once(self, step: int, kind: str, message: str) -> None:
+        if kind not in self.progress.said:
+            self.progress.said = (*self.progress.said, kind)
+            self.sinks.event(Event(kind, "warning", message, step))
+
+    def _event(self, kind: str, severity: Any, message: str) -> None:
+        self.sinks.event(Event(kind, severity, message, self.progress.step))
+
+    def _show_rollout(self, done: int, total: int, tokens: int) -> None:
+        self.sinks.progress("rollout", done, total, f"{tokens} tokens")
+
+    def _show_update(self, done: int, total: int) -> None:
+        self.sinks.progress("update", done, total)
+
+    def _show_sample(
+        self, step: int, scored: Sequence[ScoredGroup], advantages_P_G: torch.Tensor, dead_P: torch.Tensor
+    ) -> None:
+        group, advantages_G = _sample(scored, advantages_P_G, dead_P)
+        self.sinks.sample(step, group, advantages_G)
+
+    @contextlib.contextmanager
+    def _measured(self, _phase: str) -> Iterator[_Measured]:
+        self._probe.reset()
+        measured, start = _Measured(), time.monotonic()
+        yield measured
+        measured.seconds = time.monotonic() - start
+        measured.peak_bytes = self._probe.peak_bytes()
+        self.progress.peak_bytes = max(self.progress.peak_bytes, measured.peak_bytes)
+
+    def _eta_s(self, step: int) -> float:
+        return (self.parts.steps - step) * sum(self._step_seconds) / len(self._step_seconds)
+
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.monotonic()
+        elapsed, self._clock = now - self._clock, now
+        return elapsed
+
+
+@dataclass(slots=True)
+class _Measured:
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+def _sample(
+    scored: Sequence[ScoredGroup], advantages_P_G: torch.Tensor, dead_P: torch.Tensor
+) -> tuple[ScoredGroup, tuple[float, ...]]:
+    """The first group that teaches something, or the first."""
+    live = (~dead_P).nonzero().flatten().tolist()
+    index = live[0] if live else 0
+    return scored[index], tuple(advantages_P_G[index].tolist())
+
+
+def _optional(evaluation: Evaluation, *readings: str) -> dict[str, float]:
+    return {f"eval/{name}": evaluation.mean(name) for name in readings if name in evaluation.readings}

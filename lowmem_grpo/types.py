@@ -1,0 +1,259 @@
+"""The dataclasses that stages hand to each other, and the one legend of shapes.
+
+Legend: a suffix on a name says its axes.
+
+    P  problems of a step            B  rows (answers) of a micro-batch
+    G  answers per problem           T  tokens of a row
+    F  reward functions              N  tokens of a micro-batch, flattened
+    H  hidden width                  V  vocabulary
+
+The way of one step:
+
+    Problem -> Rollout -> Group -> ScoredGroup -> advantages_P_G -> PackedMicroBatch
+            -> LossInputs -> LossOutput -> StepReport
+
+Every type is frozen; a stage never fills in a field later, it returns the next type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Card",
+    "Event",
+    "Group",
+    "LossInputs",
+    "LossOutput",
+    "Message",
+    "PackedMicroBatch",
+    "Problem",
+    "Prompt",
+    "Rollout",
+    "RunInfo",
+    "SamplingParams",
+    "ScoredGroup",
+    "StepReport",
+    "StopReason",
+]
+
+Message = dict[str, Any]
+"""One chat message, as in `{"role": "user", "content": "..."}`."""
+
+Prompt = str | list[Message]
+"""A prompt in the form of the data set's prompt column: text, or a list of messages."""
+
+StopReason = Literal["end", "stop", "length"]
+"""Why an answer ended: an end token, a stop string, or the token limit (truncated)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of the data set, ready to be answered.
+
+    `prompt` keeps the form of the prompt column (user reward functions get it like that), `prompt_text` is the
+    rendered text and `prompt_ids` are exactly the tokens the model sees. `columns` holds every other column under
+    the name a reward function asks for.
+
+    >>> Problem("train-0", "1+1", "<|user|>1+1<|bot|>", (5, 6, 7), {"answer": "2"}).columns["answer"]
+    '2'
+    """
+
+    id: str
+    prompt: Prompt
+    prompt_text: str
+    prompt_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer, token ids as the sampler chose them (never decoded and encoded again).
+
+    `completion_ids` includes the end token when there is one. `sampled_T` marks the tokens the policy chose.
+    `sampler_logprobs_T` are natural-log probabilities under the full softmax at the sampling temperature.
+    `text` is the decoded answer without special tokens.
+
+    >>> r = Rollout((9, 2), (True, True), (-0.1, -0.2), "end", "four")
+    >>> len(r.completion_ids) == len(r.sampled_T) == len(r.sampler_logprobs_T)
+    True
+    """
+
+    completion_ids: tuple[int, ...]
+    sampled_T: tuple[bool, ...]
+    sampler_logprobs_T: tuple[float, ...]
+    stop_reason: StopReason
+    text: str
+
+    @property
+    def truncated(self) -> bool:
+        """True when the answer hit the token limit."""
+        return self.stop_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All answers to one problem. Two equal prompts in one step are two groups, never merged.
+
+    >>> p = Problem("train-0", "1+1", "1+1", (5,), {})
+    >>> len(Group(p, (Rollout((2,), (True,), (-0.5,), "end", ""),)).rollouts)
+    1
+    """
+
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group with its rewards; every tuple has one entry per answer, in the order of `group.rollouts`.
+
+    `scores` has one tuple per reward function (by its label). `totals` is the weighted sum; None where no reward
+    can be given, and that answer then leaves the statistics. `errors` holds the last line of a traceback, or None.
+
+    >>> p = Problem("train-0", "1+1", "1+1", (5,), {})
+    >>> g = Group(p, (Rollout((2,), (True,), (-0.5,), "end", "2"),))
+    >>> ScoredGroup(g, {"number": (1.0,)}, (1.0,), (None,)).totals
+    (1.0,)
+    """
+
+    group: Group
+    scores: Mapping[str, tuple[float | None, ...]]
+    totals: tuple[float | None, ...]
+    errors: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How answers are drawn. `temperature` 0 means greedy (evaluation only; training refuses it).
+
+    top_p, top_k and min_p restrict what may be drawn; log-probs stay those of the full softmax. `top_k` 0 and
+    `top_p` 1 and `min_p` 0 are off. `stop` are strings that end an answer once its text contains one.
+
+    >>> SamplingParams(max_new_tokens=8).temperature
+    1.0
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicroBatch:
+    """Rows of tokens for one forward and backward, with everything the loss needs about them.
+
+    Rows are right-padded. `completion_mask_BT` marks the positions whose token the policy sampled and whose answer
+    counts; log-probs are wanted for exactly those. `weights_BT` are the fixed shares of each token in the loss
+    of the whole update (0 off the mask), so the sum over all micro-batches is the same for any split.
+
+    A prompt [5, 6] with the answer [7, 2] is one row: input_ids [5, 6, 7, 2], completion_mask [0, 0, 1, 1].
+    """
+
+    input_ids_BT: torch.Tensor
+    attention_mask_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    completion_mask_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    weights_BT: torch.Tensor
+    sampler_logprobs_BT: torch.Tensor
+    rows: tuple[tuple[int, int], ...]
+    """(group index, answer index) of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss sees: tensors of one shape (B, T), nothing else.
+
+    `logprobs_BT` carries the gradient; `old_logprobs_BT` is detached and equals it on the first pass over a rollout
+    batch. `ref_logprobs_BT` is None exactly when `kl_coef` is 0. `mask_BT` is bool. `weights_BT` sums, over the whole
+    update, to what the aggregation says (see `lowmem_grpo.losses`). A loss is `sum(weights * token_loss)`.
+    """
+
+    logprobs_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor
+    ref_logprobs_BT: torch.Tensor | None
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    weights_BT: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The scalar to call backward on, and detached sums for the metrics.
+
+    `sums` maps a metric name (`policy/kl`, `policy/clip_low`, `policy/clip_high`) to its sum over the tokens of the
+    micro-batch; the trainer adds them up and divides by the number of tokens of the update.
+    """
+
+    loss: torch.Tensor
+    sums: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did, for the sinks. `step` counts from 1. `sample` is one group of the step with its advantages.
+
+    `metrics` uses the names of the run directory's metrics.jsonl, such as `reward/mean`.
+    """
+
+    step: int
+    steps: int
+    metrics: Mapping[str, float]
+    sample: ScoredGroup | None
+    sample_advantages_G: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something worth telling that is not a metric: a finding, a checkpoint, a skipped step.
+
+    >>> Event("checkpoint", "info", "saved step 20", step=20).severity
+    'info'
+    """
+
+    kind: str
+    severity: Literal["info", "warning", "error"]
+    message: str
+    step: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a sink is told once, before the first step."""
+
+    name: str
+    run_dir: str
+    model: str
+    device: str
+    steps: int
+    prompts_per_step: int
+    group_size: int
+    max_new_tokens: int
+    first_step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The compute device, made explicit: nothing below the trainer asks the machine again.
+
+    `memory_bytes` is what is usable, `bandwidth_bytes_per_s` 0 when unknown, `capability` (0, 0) on a CPU.
+
+    >>> Card("cpu", "cpu", (0, 0), 8 << 30).device
+    'cpu'
+    """
+
+    name: str
+    device: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    bandwidth_bytes_per_s: float = 0.0
