@@ -1,1 +1,25 @@
-"""Teach a small language model your own task by GRPO, on one consumer GPU, with one copy of the weights."""
+"""Teach a small language model your own task by GRPO, on one consumer GPU, with one copy of the weights.
+
+The public names are below; nothing heavy is imported before one of them is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.api import Run, evaluate, load, score, train
+    from lowmem_grpo.config import Config
+
+__all__ = ["Config", "Run", "evaluate", "load", "score", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("lowmem_grpo.config" if name == "Config" else "lowmem_grpo.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

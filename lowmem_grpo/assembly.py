@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.advantages import check_estimator_options
-from lowmem_grpo.catalog import ModelInfo, compute_dtype, detect_card, inspect_model, resolve_model
+from lowmem_grpo.catalog import ModelInfo, ResolvedModel, compute_dtype, detect_card, inspect_model, resolve_model
 from lowmem_grpo.catalog.progress import download_bar
 from lowmem_grpo.config import Config, LoadedConfig
 from lowmem_grpo.data import (
@@ -30,7 +32,7 @@ from lowmem_grpo.data import (
 )
 from lowmem_grpo.errors import DataError
 from lowmem_grpo.losses import check_loss_options
-from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_policy, load_tokenizer
+from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
 from lowmem_grpo.types import Card, SamplingParams
@@ -89,7 +91,6 @@ def preflight(
     loaded: LoadedConfig,
     *,
     functions: Mapping[str, Callable[..., Any]] | None = None,
-    on_reward_problem: Callable[[str, str], None] | None = None,
 ) -> Preflight:
     """Check everything that can be checked before a model is fetched or loaded.
 
@@ -106,9 +107,8 @@ def preflight(
     model = inspect_model(config.model.name, revision=config.model.revision)
     _check_context(config, model)
     data_spec = _data_spec(config)
-    callbacks = {} if on_reward_problem is None else {"on_problem": on_reward_problem}
-    rubric = Rubric(reward_specs(config), base_dir=base_dir, functions=functions, **callbacks)
-    eval_rubric = Rubric(evaluation_specs(config, functions or {}), base_dir=base_dir, functions=functions, **callbacks)
+    rubric = Rubric(reward_specs(config), base_dir=base_dir, functions=functions)
+    eval_rubric = Rubric(evaluation_specs(config, functions or {}), base_dir=base_dir, functions=functions)
     try:
         raw = read_rows(data_spec, base_dir=base_dir)
         check_columns(raw, data_spec, {**rubric.needed_columns(), **eval_rubric.needed_columns()})
@@ -142,17 +142,7 @@ def assemble(checked: Preflight) -> Parts:
     needs_gold = checked.rubric.needs_gold or checked.eval_rubric.needs_gold
     data = prepare(checked.raw, checked.data_spec, tokenizer, needs_gold=needs_gold, unusable=_gold_check(checked))
     stream = ProblemStream(data.train, config.rollout.prompts_per_step, config.run.seed)
-    spec = ModelSpec(
-        path=resolved.path,
-        base_name=str(resolved.path) if resolved.origin != "hub" else resolved.name,
-        base_revision=resolved.revision,
-        quantization=config.model.quantization,
-        prequantized=resolved.quantized,
-        weights=config.model.weights,
-        compute_dtype=checked.dtype,
-        attention="sdpa" if config.model.attention == "auto" else config.model.attention,
-        activation_checkpointing=config.memory.activation_checkpointing,
-    )
+    spec = _model_spec(config, resolved, checked.dtype)
     continue_from = config.lora.continue_from
     lora = LoraSpec(
         rank=config.lora.rank,
@@ -164,6 +154,16 @@ def assemble(checked: Preflight) -> Parts:
     policy = load_policy(spec, lora, card, tokenizer)
     steps = config.run.steps or stream.steps_per_epoch * (config.run.epochs or 1)
     return Parts(policy, data, stream, steps, dict(template_record(checked.data_spec, tokenizer)))
+
+
+def load_trained(config: Config, adapter: Path) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """The base of `config` with the adapter in the folder `adapter`, as an ordinary peft model, and the tokenizer."""
+    card = detect_card(config.device)
+    dtype, _ = compute_dtype(card, config.model.compute_dtype)
+    with download_bar() as progress:
+        resolved = resolve_model(config.model.name, revision=config.model.revision, progress=progress)
+    base = load_base(_model_spec(config, resolved, dtype), card)
+    return PeftModel.from_pretrained(base, adapter).eval(), load_tokenizer(resolved.path)
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -257,6 +257,7 @@ def _data_spec(config: Config) -> DataSpec:
     return DataSpec(
         source=data.source,
         split=data.split,
+        test_split=data.test_split,
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         columns=data.columns,
@@ -270,6 +271,20 @@ def _data_spec(config: Config) -> DataSpec:
         format=data.format,
         args=data.args,
         seed=0,  # not the run's seed: runs that differ in it are compared on the same problems
+    )
+
+
+def _model_spec(config: Config, resolved: ResolvedModel, dtype: str) -> ModelSpec:
+    return ModelSpec(
+        path=resolved.path,
+        base_name=str(resolved.path) if resolved.origin != "hub" else resolved.name,
+        base_revision=resolved.revision,
+        quantization=config.model.quantization,
+        prequantized=resolved.quantized,
+        weights=config.model.weights,
+        compute_dtype=dtype,
+        attention="sdpa" if config.model.attention == "auto" else config.model.attention,
+        activation_checkpointing=config.memory.activation_checkpointing,
     )
 
 

@@ -76,7 +76,7 @@ def save(run_dir: RunDir, state: TrainState, *, keep: int) -> Path:
     root = run_dir.checkpoints_dir
     target = root / f"step-{state.step:06d}"
     temporary = root / f".tmp-{target.name}"
-    with _saving(target):
+    with _saving(target, temporary):
         root.mkdir(exist_ok=True)
         _clear_leftovers(root)
         fault_point("begin checkpoint")
@@ -139,14 +139,21 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _saving(target: Path) -> Iterator[None]:
-    """`writing`, and the same sentence for a full disk that safetensors reports as its own error."""
+def _saving(target: Path, temporary: Path) -> Iterator[None]:
+    """`writing`, and the same sentence for a full disk that safetensors reports as its own error.
+
+    What was written of `temporary` is deleted then, so that its room is free again.
+    """
     from safetensors import SafetensorError
 
     try:
         with writing(target):
             yield
+    except RunFailed:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except SafetensorError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
             raise RunFailed(f"{target} could not be written: {error}.") from error
@@ -262,7 +269,7 @@ def write_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], adapter_con
     Raises RunFailed when the disk is full; the old adapter is then untouched.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    with _saving(folder):
+    with _saving(folder, temporary):
         shutil.rmtree(temporary, ignore_errors=True)
         recover_folder(folder)
         fault_point(f"begin {folder.name}")

@@ -395,7 +395,7 @@ def remove_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if getattr(module, "attention_dropout", 0):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (torch types every attribute as a tensor or module)
 
 
 def first_line(error: BaseException) -> str:

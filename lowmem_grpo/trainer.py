@@ -98,6 +98,7 @@ class Trainer:
         self.sampling = sampling_params(config)
         self.updater = self._build_updater()
         self.progress = Progress()
+        self._saved_step = 0
         self.stop = StopFlag()
         self._probe = PeakProbe(self.policy.device)
         self._step_seconds: deque[float] = deque(maxlen=10)
@@ -151,14 +152,15 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ the loop
 
-    def run(self) -> dict[str, Any]:
-        """Train to the last step, evaluate, and return the report.
+    def run(self, notes: Sequence[Event] = ()) -> dict[str, Any]:
+        """Tell the sinks `notes`, train to the last step, evaluate, and return the report.
 
         Raises StopRequested after a requested stop, with everything saved.
         """
-        info = self._info()
-        self.sinks.start(info)
+        self.sinks.start(self._info())
         try:
+            for note in notes:
+                self.sinks.event(note)
             with self.stop.watching():
                 self.status.update(state="running", step=self.progress.step, steps=self.parts.steps)
                 self._start_dev_evaluation()
@@ -216,8 +218,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ state
 
     def save(self) -> None:
-        """Write a checkpoint of the last finished step."""
-        if self.progress.step == 0:
+        """Write a checkpoint of the last finished step, unless there is one."""
+        if self.progress.step == self._saved_step:
             return
         self.progress.seconds += self._lap()
         self.progress.skipped_in_a_row = self.updater.skipped_in_a_row
@@ -236,29 +238,37 @@ class Trainer:
             adapter_config=self.policy.adapter_config(),
         )
         checkpoint.save(self.run_dir, state, keep=self.config.run.keep_checkpoints)
+        self._saved_step = state.step
 
-    def restore(self) -> None:
-        """Go back to the newest whole checkpoint, or to the very start when there is none."""
+    def restore(self) -> list[Event]:
+        """Go back to the newest whole checkpoint, or to the very start when there is none.
+
+        Returns what `run` should tell about it, once the sinks have been started.
+        """
         damaged: list[str] = []
         newest = checkpoint.latest(self.run_dir, on_damaged=damaged.append)
         if newest is None:
-            self.run_dir.truncate_to({})
+            lost = self.run_dir.truncate_to({})
         else:
-            self._restore_from(checkpoint.load(newest))
-        for sentence in damaged:
-            self._event("damaged checkpoint", "warning", sentence)
-        self._event("resume", "info", f"goes on after step {self.progress.step}")
+            lost = self._restore_from(checkpoint.load(newest))
+        step = self.progress.step
+        return [
+            *(Event("damaged checkpoint", "warning", sentence, step) for sentence in damaged),
+            *(Event("lost lines", "warning", sentence, step) for sentence in lost),
+            Event("resume", "info", f"goes on after step {step}", step),
+        ]
 
-    def _restore_from(self, state: TrainState) -> None:
+    def _restore_from(self, state: TrainState) -> list[str]:
+        """Take over the state; returns the warnings of going back in the jsonl files."""
         self.policy.load_adapter_state(dict(state.adapter))
         load_optimizer_state(self.updater.optimizer, self.updater.parameters, state.optimizer)
         values = dict(state.progress)
         self.progress = Progress(**{**values, "said": tuple(values["said"])})
+        self._saved_step = self.progress.step
         self.updater.skipped_in_a_row = self.progress.skipped_in_a_row
         if self.progress.loss_scale:
             self.updater.scaler.load_state_dict(self.progress.loss_scale)
-        for sentence in self.run_dir.truncate_to(state.offsets):
-            self._event("lost lines", "warning", sentence)
+        return self.run_dir.truncate_to(state.offsets)
 
     def _write_adapter(self) -> None:
         checkpoint.write_adapter(self.run_dir.adapter_dir, self.policy.adapter_state(), self.policy.adapter_config())

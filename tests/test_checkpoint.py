@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -232,7 +233,7 @@ def test_killed_at_every_fault_point_of_a_save(tmp_path: Path, before: int | Non
         run_dir = RunDir.create(tmp_path / f"run{number}", config_text="", environment={}, inputs={})
         if old is not None:
             save(run_dir, old, keep=1)
-        killed = killed_at(number, lambda run_dir=run_dir: save(run_dir, new, keep=1))
+        killed = killed_at(number, partial(save, run_dir, new, keep=1))
         found = _loaded(run_dir)
         if found is not None and found.adapter_config == {"r": 8}:
             seen_new += 1
@@ -261,7 +262,7 @@ def test_killed_at_every_fault_point_of_write_adapter(tmp_path: Path, exists: bo
         folder = run_dir.adapter_dir
         if exists:
             write_adapter(folder, old.adapter, {"r": 1})
-        killed = killed_at(number, lambda folder=folder: write_adapter(folder, new.adapter, {"r": 2}))
+        killed = killed_at(number, partial(write_adapter, folder, new.adapter, {"r": 2}))
         run_dir = RunDir.open(run_dir.path)
         if not folder.exists():
             contents.append(0)
@@ -311,6 +312,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_loads(
     with pytest.raises(RunFailed, match=r"^The disk is full: .*step-000020 could not be written"):
         save(run_dir, state_at(20), keep=1)
     monkeypatch.undo()
+    assert os.listdir(run_dir.checkpoints_dir) == ["step-000010"]  # and the room of the half one is free again
     found = _loaded(run_dir)
     assert found is not None
     assert_same(found, state_at(10))

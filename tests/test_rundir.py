@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_an_input_stays_in_the_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_open_says_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match="There is no run folder .*nowhere"):
+    with pytest.raises(RunDirError, match=r"There is no run folder .*nowhere"):
         RunDir.open(tmp_path / "nowhere")
     with pytest.raises(RunDirError, match="is not a run folder"):
         RunDir.open(tmp_path)
@@ -128,7 +129,7 @@ def test_killed_at_every_point_of_a_creation(tmp_path: Path) -> None:
     while killed:
         number += 1
         path = tmp_path / f"run{number}"
-        killed = killed_at(number, lambda path=path: make(path))
+        killed = killed_at(number, partial(make, path))
         if (path / ".creating").exists() or not (path / "config.yaml").exists():
             with pytest.raises(RunDirError, match=r"creation .* was interrupted|is not a run folder"):
                 RunDir.open(path)
@@ -141,10 +142,10 @@ def test_killed_at_every_point_of_a_creation(tmp_path: Path) -> None:
 
 
 def test_a_second_writer_is_refused_with_the_pid_of_the_first(run_dir: RunDir) -> None:
+    held = f"in use by process {os.getpid()}: wait for it, or `lowmem-grpo stop"
     with run_dir.lock():
-        with pytest.raises(RunDirError, match=f"in use by process {os.getpid()}: wait for it, or `lowmem-grpo stop"):
-            with RunDir.open(run_dir.path).lock():
-                pass
+        with pytest.raises(RunDirError, match=held), RunDir.open(run_dir.path).lock():
+            pass
         (run_dir.path / ".lock-pid").unlink()
         with pytest.raises(RunDirError, match="in use by another process"), RunDir.open(run_dir.path).lock():
             pass
@@ -339,7 +340,7 @@ def test_killed_at_every_point_of_a_truncation(tmp_path: Path, back_to: int) -> 
     while killed:
         number += 1
         run_dir, saved = history(tmp_path / f"run{number}")
-        killed = killed_at(number, lambda run_dir=run_dir: run_dir.truncate_to(saved[back_to]))
+        killed = killed_at(number, partial(run_dir.truncate_to, saved[back_to]))
         run_dir.truncate_to(saved[back_to])
         assert (steps_in(run_dir), steps_in(run_dir, "metrics"), run_dir.offsets()) == expected
     assert number > 4

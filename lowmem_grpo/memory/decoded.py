@@ -10,6 +10,7 @@ The values are the same: `dequantize_4bit` is what the layer itself calls.
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 __all__ = ["hold_decoded_weights", "linear_4bit_layers"]
 
 
-def linear_4bit_layers(model: nn.Module) -> list[nn.Module]:
+def linear_4bit_layers(model: nn.Module) -> list[Any]:
     """The bitsandbytes 4-bit linear layers of `model`, in the order of its modules."""
     from bitsandbytes.nn import Linear4bit
 
@@ -42,6 +43,6 @@ def hold_decoded_weights(model: nn.Module, dtype: torch.dtype) -> int:
     return held
 
 
-def _decoded_forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _decoded_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     bias = layer.bias if layer.bias is None else layer.bias.to(x.dtype)
     return F.linear(x, layer.decoded_weight, bias)

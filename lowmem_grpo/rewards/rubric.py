@@ -15,13 +15,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
-from lowmem_grpo.errors import ConfigError, PluginError, RewardFailed, nearest
+from lowmem_grpo.errors import ConfigError, PluginError, RewardFailed
 from lowmem_grpo.plugins import is_file_spec, load_object, split_file_spec
 from lowmem_grpo.rewards.base import (
     CORE_INPUTS,
@@ -152,28 +152,10 @@ class Rubric:
         """The data set columns each function cannot do without, by label."""
         return {function.label: function.columns for function in self._functions}
 
-    def check_columns(self, available: Iterable[str]) -> None:
-        """Raises ConfigError when a function needs a column that is not among `available`."""
-        found = sorted(set(available))
-        for function in self._functions:
-            for column in sorted(function.columns - set(found)):
-                source = nearest(column, found) or next(iter(found), "your_column")
-                raise ConfigError(
-                    f"reward '{function.label}' needs the column '{column}', the data has {', '.join(found)}: "
-                    f"map one to it with data.columns: {{{column}: {source}}}"
-                )
-
-    def checkers(self) -> dict[str, AnswerChecker]:
-        """The built-in answer checkers by label; `dataclasses.replace(checker, mode="lenient")` reads leniently."""
-        return {
-            function.label: function.builtin
-            for function in self._functions
-            if isinstance(function.builtin, AnswerChecker)
-        }
-
     def parseable_gold(self, value: Any) -> bool:
-        """Whether every answer checker can compare with this gold."""
-        return all(checker.parseable_gold(value) for checker in self.checkers().values())
+        """Whether every built-in answer checker can compare with this gold."""
+        builtins = (function.builtin for function in self._functions)
+        return all(checker.parseable_gold(value) for checker in builtins if isinstance(checker, AnswerChecker))
 
     def statistics(self) -> dict[str, Statistics]:
         """By label, of the last `score` call: `mean` and `std` (ddof 0; None without scores), `seconds`, `failures`."""

@@ -45,6 +45,7 @@ def score_completions(
     members: dict[tuple[str, str], list[int]] = {}
     for i, (row, line) in enumerate(zip(rows, lines, strict=True)):
         members.setdefault(_group_key(row, line), []).append(i)
+    _check_columns(rubric, rows)
     groups = [_group(f"prompt-{n}", rows, lines, at) for n, at in enumerate(members.values(), start=1)]
     scored = rubric.score(groups)
     by_row: dict[int, dict[str, Any]] = {}
@@ -70,6 +71,16 @@ def _group_key(row: Mapping[str, Any], line: int) -> tuple[str, str]:
     if row.get("prompt") is not None and not _is_text_or_messages(row["prompt"]):
         raise DataError(f"line {line}: prompt is {row['prompt']!r:.60}, not text or a list of messages")
     return f"{name}={row[name]!r}", f"step={row.get('step')!r}"
+
+
+def _check_columns(rubric: Rubric, rows: Sequence[Mapping[str, Any]]) -> None:
+    found = sorted({name for row in rows for name in _columns(row)})
+    for label, needed in rubric.needed_columns().items():
+        for name in sorted(needed.difference(found)):
+            raise DataError(
+                f"reward '{label}' needs the column '{name}'; besides prompt and completion the rows have "
+                f"{', '.join(found) or 'nothing'}"
+            )
 
 
 def _is_text_or_messages(value: Any) -> bool:

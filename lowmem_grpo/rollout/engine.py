@@ -63,6 +63,7 @@ class BatchEngine:
         self.policy = policy
         self.seed = seed
         self.max_concurrent = max_concurrent
+        self._special_ids = frozenset(policy.tokenizer.all_special_ids)
 
     @torch.no_grad()
     def generate(
@@ -115,9 +116,11 @@ class BatchEngine:
         return "length" if len(row.tokens) >= sampling.max_new_tokens else None
 
     def _ends_with_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
-        # A token carries at least one byte of text, so this tail covers the longest stop string wherever it ends.
-        tail = 4 + max(len(s.encode()) for s in stop)
-        text = self.policy.tokenizer.decode(tokens[-tail:], skip_special_tokens=True)
+        # Special tokens leave no text; any other carries at least one byte, so this tail covers the longest stop
+        # string wherever it ends.
+        size = 4 + max(len(s.encode()) for s in stop)
+        tail = list(islice((token for token in reversed(tokens) if token not in self._special_ids), size))
+        text = self.policy.tokenizer.decode(tail[::-1])
         return any(s in text for s in stop)
 
     def _rollout(self, row: _Row) -> Rollout:

@@ -209,7 +209,7 @@ def test_text_and_messages_are_read_alike() -> None:
         assert score(completion, 7, messages) == score(completion, 7) == expected
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(0, 99), min_size=2, max_size=6, unique=True), st.sampled_from([", ", " ", "\n", " or ", "; "])
 )
@@ -217,7 +217,7 @@ def test_no_list_of_different_numbers_is_an_answer(numbers: list[int], separator
     assert final_number(separator.join(map(str, numbers))) is None
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.text(alphabet="0123456789+-*/=().,$% \nxnotiswer?#\\{}<>", max_size=80))
 def test_any_text_can_be_read(text: str) -> None:
     values = [score(text, 7, mode=mode) for mode in ("strict", "lenient", "format")]

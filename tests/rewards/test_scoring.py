@@ -88,6 +88,14 @@ def test_rows_that_cannot_be_used_name_their_line(row: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_a_missing_column_is_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        score([{"prompt": "q", "completion": "7", "gold": 7, "level": 1}])
+    assert str(caught.value) == (
+        "reward 'number' needs the column 'answer'; besides prompt and completion the rows have gold, level"
+    )
+
+
 def test_no_rows_are_refused() -> None:
     with pytest.raises(DataError, match="there are no rows to score"):
         score([])

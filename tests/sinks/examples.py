@@ -32,7 +32,8 @@ def group(
 ) -> ScoredGroup:
     """Answers to one sum; the last one ran into the token limit."""
     problem = Problem("train-12", QUESTION, "", (1,), {"answer": "45", "image": object()})
-    reasons: list[StopReason] = ["end"] * (len(texts) - 1) + ["length"]
+    reasons: list[StopReason] = ["end" for _ in texts[1:]]
+    reasons.append("length")
     rollouts = tuple(
         Rollout((7, 2), (True, True), (-0.5, -0.1), reason, text) for reason, text in zip(reasons, texts, strict=True)
     )
