@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import platform
 import subprocess
 import sys
@@ -17,7 +19,15 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.advantages import check_estimator_options
-from lowmem_grpo.catalog import ModelInfo, ResolvedModel, compute_dtype, detect_card, inspect_model, resolve_model
+from lowmem_grpo.catalog import (
+    EMBEDDED,
+    ModelInfo,
+    ResolvedModel,
+    compute_dtype,
+    detect_card,
+    inspect_model,
+    resolve_model,
+)
 from lowmem_grpo.catalog.progress import download_bar
 from lowmem_grpo.config import Config, LoadedConfig
 from lowmem_grpo.data import (
@@ -30,11 +40,12 @@ from lowmem_grpo.data import (
     read_rows,
     template_record,
 )
-from lowmem_grpo.errors import DataError
+from lowmem_grpo.errors import ConfigError, DataError
 from lowmem_grpo.losses import check_loss_options
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
+from lowmem_grpo.tasks import TASKS
 from lowmem_grpo.types import Card, SamplingParams
 
 __all__ = [
@@ -100,6 +111,7 @@ def preflight(
     config, base_dir = with_absolute_paths(loaded.config, loaded.base_dir), loaded.base_dir
     card = detect_card(config.device)
     dtype, dtype_warning = compute_dtype(card, config.model.compute_dtype)
+    _check_attention(config)
     advantage_options = check_estimator_options(config.algorithm.advantage, config.algorithm.advantage_args)
     loss_options = check_loss_options(config.algorithm.loss, _loss_options(config))
     if config.lora.continue_from is not None:
@@ -107,15 +119,15 @@ def preflight(
     model = inspect_model(config.model.name, revision=config.model.revision)
     _check_context(config, model)
     data_spec = _data_spec(config)
-    rubric = Rubric(reward_specs(config), base_dir=base_dir, functions=functions)
-    eval_rubric = Rubric(evaluation_specs(config, functions or {}), base_dir=base_dir, functions=functions)
-    try:
+    metric = evaluation_specs(config, functions or {})
+    with contextlib.ExitStack() as opened:
+        rubric = opened.enter_context(Rubric(reward_specs(config), base_dir=base_dir, functions=functions))
+        eval_rubric = opened.enter_context(Rubric(metric, base_dir=base_dir, functions=functions))
         raw = read_rows(data_spec, base_dir=base_dir)
-        check_columns(raw, data_spec, {**rubric.needed_columns(), **eval_rubric.needed_columns()})
-    except BaseException:
-        rubric.close()
-        eval_rubric.close()
-        raise
+        check_columns(raw, data_spec, rubric.needed_columns())
+        evaluated = {f"{label} of eval.metric": names for label, names in eval_rubric.needed_columns().items()}
+        check_columns(raw, data_spec, evaluated)
+        opened.pop_all()  # from here on `Preflight.close` ends them
     warnings = (*((dtype_warning,) if dtype_warning else ()), *rubric.warnings)
     return Preflight(
         config,
@@ -202,16 +214,23 @@ def evaluation_specs(config: Config, functions: Mapping[str, Any]) -> list[Rewar
 
 
 def with_absolute_paths(config: Config, base_dir: Path) -> Config:
-    """The config with every relative path that names something under `base_dir` made absolute."""
+    """The config with every relative path that names something under `base_dir` made absolute.
+
+    A built-in name stays what it is, also where a file of that name lies beside the config.
+    """
 
     def absolute(name: str | None) -> str | None:
-        if name is None:
-            return None
-        file, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
-        path = base_dir / Path(file).expanduser()
-        return f"{path.resolve()}{colon}{function}" if path.exists() else name
+        if name is None or name in TASKS:
+            return name
+        file, _, function = name.rpartition(":")
+        if (path := base_dir / Path(file).expanduser()).is_file():
+            return f"{path.resolve()}:{function}"
+        path = base_dir / Path(name).expanduser()
+        return str(path.resolve()) if path.exists() else name
 
     changed = config.model_dump()
+    if config.model.name.lower() not in {name for source in EMBEDDED for name in (source.name, *source.aliases)}:
+        changed["model"]["name"] = absolute(config.model.name)
     changed["data"]["source"] = absolute(config.data.source)
     changed["data"]["test_source"] = absolute(config.data.test_source)
     changed["lora"]["continue_from"] = absolute(config.lora.continue_from)
@@ -306,6 +325,14 @@ def _check_context(config: Config, model: ModelInfo) -> None:
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_new_tokens="
             f"{config.rollout.max_new_tokens} together exceed the context of {config.model.name}, {context} tokens; "
             "lower one of them."
+        )
+
+
+def _check_attention(config: Config) -> None:
+    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            "model.attention is flash_attention_2 and flash-attn is not installed: "
+            "`pip install 'lowmem-grpo[flash]'`, or set model.attention=sdpa."
         )
 
 

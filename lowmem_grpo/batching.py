@@ -91,13 +91,13 @@ def _micro_batch(
     input_ids_BT = torch.full(shape, pad_id, dtype=torch.long)
     attention_mask_BT = torch.zeros(shape, dtype=torch.long)
     completion_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    sampler_logprobs_BT = torch.zeros(shape)
+    sampler_logprobs_BT = torch.zeros(shape, dtype=torch.float64)
     for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         start, end = len(prompt), len(prompt) + len(answer.completion_ids)
         input_ids_BT[b, :end] = torch.tensor([*prompt, *answer.completion_ids])
         attention_mask_BT[b, :end] = 1
         completion_mask_BT[b, start:end] = torch.tensor(answer.sampled_T)
-        sampler_logprobs_BT[b, start:end] = torch.tensor(answer.sampler_logprobs_T)
+        sampler_logprobs_BT[b, start:end] = torch.tensor(answer.sampler_logprobs_T, dtype=torch.float64)
     index = torch.tensor(rows)
     advantages_B = advantages_P_G[index[:, 0], index[:, 1]]
     weights_B = weights_P_G[index[:, 0], index[:, 1]]

@@ -20,6 +20,8 @@ from lowmem_grpo.assembly import (
     sha256_of,
     with_absolute_paths,
 )
+from lowmem_grpo.catalog import ModelInfo
+from lowmem_grpo.catalog.disk import gigabytes
 from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
 from lowmem_grpo.errors import RunDirError
 from lowmem_grpo.files import atomic_write, json_bytes
@@ -138,6 +140,23 @@ def _checked(loaded: LoadedConfig, functions: Functions | None) -> Iterator[Pref
 def _stored_config(folder: RunDir, overrides: Sequence[str] = ()) -> LoadedConfig:
     stored = load_config(folder.config_path)
     return LoadedConfig(resume_overrides(stored.config, overrides), folder.path.name, folder.path)
+
+
+def _model_line(model: ModelInfo) -> str:
+    if model.cached:
+        return f"model: {model.name}, already on this disk"
+    room = f"{gigabytes(model.free_bytes)} free"
+    return f"model: {model.name}, {gigabytes(model.download_bytes)} to fetch, {room} on the disk of the cache"
+
+
+def _environment_changes(folder: RunDir, checked: Preflight) -> list[str]:
+    """What differs from where the run began and can change the last bits of a result, one sentence each."""
+    began, now = json.loads(folder.environment_path.read_bytes()), environment(checked)
+    return [
+        f"{what} was {began[what]} when the run began and is {now[what]} now: it goes on, but not bit for bit."
+        for what in ("packages", "device", "threads", "compute_dtype")
+        if began[what] != now[what]
+    ]
 
 
 def _check_unchanged(folder: RunDir, checked: Preflight) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.config import LoadedConfig
 from lowmem_grpo.errors import ConfigError, RunDirError, StopRequested
 from lowmem_grpo.lifecycle import resume_run, start_run
 from lowmem_grpo.rundir import RunDir
@@ -135,11 +134,11 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path: Path) -> None:
 def test_what_would_make_it_another_run_is_refused(tmp_path: Path) -> None:
     data, reward = tmp_path / "own.jsonl", tmp_path / "own.py"
     data.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": str(i)}) + "\n" for i in range(4)))
-    reward.write_text("def score(completions):\n    return [len(c[0]['content']) for c in completions]\n")
+    reward.write_text("def score(completions):\n    return [len(text) for text in completions]\n")
     loaded = tiny_run(f"data.source={data}", "data.args={}", "run.steps=1", rewards=[f"{reward}:score"])
     start_run(loaded, tmp_path / "run")
     left = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*.json*"))}
-    with pytest.raises(ConfigError, match="`rollout.group_size` cannot change in a run that goes on"):
+    with pytest.raises(ConfigError, match=r"`rollout\.group_size` cannot change in a run that goes on"):
         resume_run(tmp_path / "run", ["run.steps=2", "rollout.group_size=2"])
     old = reward.read_text()
     reward.write_text(old.replace("len(", "-len("))

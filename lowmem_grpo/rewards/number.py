@@ -23,7 +23,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from lowmem_grpo.options import checked
 from lowmem_grpo.rewards.base import Mode, text_of
@@ -37,7 +39,7 @@ from lowmem_grpo.rewards.reading import (
     without_echo,
 )
 
-__all__ = ["Number", "NumberReward", "final_number", "number", "parse_number"]
+__all__ = ["Number", "NumberReward", "final_number", "nearness", "number", "parse_number"]
 
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
 _PERCENT = r"(?:%|per\s?cent\b)"
@@ -221,10 +223,11 @@ def _equations_disagree(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NumberReward:
-    """1.0 or 0.0 by the gold in the column `answer`; None for a gold that is no number."""
+    """1.0 or 0.0 by the gold in the column `answer`, or part of it for a near miss; None for a gold that is no number."""
 
     tag: str | None = None
     bare_percent: bool = False
+    near: float = 0.0
     mode: Mode = "strict"
 
     needs: ClassVar[frozenset[str]] = frozenset({"answer"})
@@ -247,14 +250,35 @@ class NumberReward:
         given = final_number(completion, prompt, self.tag) if self.mode == "lenient" else self._in_form(completion)
         if given is None:
             return 0.0
-        return float(self.mode == "format" or given.equals(right, bare_percent=self.bare_percent))
+        if self.mode == "format" or given.equals(right, bare_percent=self.bare_percent):
+            return 1.0
+        return self.near * nearness(given.value, right.value)
 
     def _in_form(self, completion: str) -> Number | None:
         content = completion if self.tag is None else tag_content(completion, self.tag)
         return None if content is None else parse_number(content)
 
 
+def nearness(given: Decimal, right: Decimal) -> float:
+    """How near a wrong number is: 1 at the gold, falling linearly to 0 at a distance of |gold| + 1.
+
+    >>> nearness(Decimal(30), Decimal(19)), nearness(Decimal(-60), Decimal(19))
+    (0.45, 0.0)
+    """
+    return max(0.0, 1.0 - float(abs(given - right) / (abs(right) + 1)))
+
+
 @checked("reward", frozenset())
-def number(*, tag: str | None = None, bare_percent: bool = False, mode: Mode = "strict") -> NumberReward:
-    """Is the answer the right number? Strict: the answer is one number, or the content of the one `<tag>` is."""
-    return NumberReward(tag, bare_percent, mode)
+def number(
+    *,
+    tag: str | None = None,
+    bare_percent: bool = False,
+    near: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    mode: Mode = "strict",
+) -> NumberReward:
+    """Is the answer the right number? Strict: the answer is one number, or the content of the one `<tag>` is.
+
+    `near` is the most that a wrong number earns, for one right beside the gold; 0 gives nothing for near misses. It is
+    meant for training where exact answers are too rare at first: an evaluation should leave it at 0.
+    """
+    return NumberReward(tag, bare_percent, near, mode)

@@ -120,7 +120,7 @@ class BatchEngine:
         # string wherever it ends.
         size = 4 + max(len(s.encode()) for s in stop)
         tail = list(islice((token for token in reversed(tokens) if token not in self._special_ids), size))
-        text = self.policy.tokenizer.decode(tail[::-1])
+        text = self.policy.tokenizer.decode(tail[::-1], skip_special_tokens=True)
         return any(s in text for s in stop)
 
     def _rollout(self, row: _Row) -> Rollout:

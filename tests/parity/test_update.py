@@ -1,0 +1,242 @@
+"""The update against its naive twin: every row alone, all logits, plain autograd, one backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowmem_grpo.model import Policy
+from lowmem_grpo.types import ScoredGroup
+from tests.helpers import (
+    RecordingSGD,
+    assert_gradients_close,
+    gradients_of,
+    group_of,
+    naive_logprobs,
+    pack,
+    random_groups,
+    tiny_policy,
+    updater_of,
+)
+from tests.tiny import FAMILIES
+
+MAX_NEW_TOKENS = 8
+TEMPERATURE = 0.7
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def naive_weight(aggregation: str, length: int, lengths: Sequence[int]) -> float:
+    """What one token of an answer of `length` counts, among all scored answers of the update."""
+    return {
+        "grpo": 1 / len(lengths) / length,
+        "dapo": 1 / sum(lengths),
+        "dr_grpo": 1 / len(lengths) / MAX_NEW_TOKENS,
+    }[aggregation]
+
+
+def scored_answers(groups: Sequence[ScoredGroup]) -> list[tuple[tuple[int, int], float, float]]:
+    """((group, answer), advantage, length) of every answer with a reward, advantages by the textbook."""
+    found = []
+    for p, group in enumerate(groups):
+        known = [reward for reward in group.totals if reward is not None]
+        mean = sum(known) / len(known)
+        sd = math.sqrt(sum((reward - mean) ** 2 for reward in known) / (len(known) - 1))
+        for g, reward in enumerate(group.totals):
+            if reward is not None:
+                length = len(group.group.rollouts[g].completion_ids)
+                found.append(((p, g), (reward - mean) / (sd + 1e-4) if sd else 0.0, length))
+    return found
+
+
+def naive_loss(
+    policy: Policy,
+    groups: Sequence[ScoredGroup],
+    *,
+    aggregation: str = "dapo",
+    kl_coef: float = 0.0,
+    loss: str = "clip",
+    clip: tuple[float, float] = (0.2, 0.2),
+    old: dict[tuple[int, int], Tensor] | None = None,
+) -> Tensor:
+    """The whole objective with its graph, row by row, token by token."""
+    answers = scored_answers(groups)
+    lengths = [length for _, _, length in answers]
+    terms = []
+    for (p, g), advantage, length in answers:
+        prompt, completion = groups[p].group.problem.prompt_ids, groups[p].group.rollouts[g].completion_ids
+        logprobs_T = naive_logprobs(policy, prompt, completion, TEMPERATURE, grad=True)
+        difference_T = logprobs_T - (logprobs_T.detach() if old is None else old[p, g])
+        if loss == "gspo":
+            difference_T = difference_T.mean().expand(length)
+        for t in range(length):
+            ratio = difference_T[t].exp()
+            clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
+            token = -torch.minimum(ratio * advantage, clipped * advantage)
+            if kl_coef:
+                with policy.model.disable_adapter():
+                    reference = naive_logprobs(policy, prompt, completion, TEMPERATURE)[t]
+                gap = reference - logprobs_T[t]
+                token = token + kl_coef * (gap.exp() - gap - 1)
+            terms.append(naive_weight(aggregation, length, lengths) * token)
+    return torch.stack(terms).sum()
+
+
+def naive_gradients(policy: Policy, groups: Sequence[ScoredGroup], **options: object) -> tuple[float, dict[str, Tensor]]:
+    parameters = policy.trainable_parameters()
+    loss = naive_loss(policy, groups, **options)  # type: ignore[arg-type]
+    return loss.item(), dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def policy64(request: pytest.FixtureRequest) -> Policy:
+    return tiny_policy(request.param, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def llama64() -> Policy:
+    return tiny_policy("llama", torch.float64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gradients_of_every_lora_weight_equal_the_twin(family: str, dtype: torch.dtype) -> None:
+    policy = tiny_policy(family, dtype)
+    groups = random_groups()
+    loss, expected = naive_gradients(policy, groups)
+    assert len(expected) == 2 * 7 * 2  # A and B, seven linear layers, two blocks
+    updater = updater_of(policy)
+    assert_gradients_close(gradients_of(updater, pack(groups, micro_batch_tokens=24)), expected, TOLERANCE[dtype])
+    metrics = updater.update(pack(groups), 0)
+    assert metrics["optim/loss"] == pytest.approx(loss, abs=1e-6)
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
+    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_with_an_untied_head_equal_the_twin(family: str) -> None:
+    policy, groups = tiny_policy(family, torch.float64, tied=False), random_groups()
+    _, expected = naive_gradients(policy, groups)
+    assert_gradients_close(gradients_of(updater_of(policy), pack(groups)), expected, 1e-10)
+
+
+@pytest.mark.parametrize("aggregation", ["grpo", "dapo", "dr_grpo"])
+def test_aggregations_equal_the_twin(llama64: Policy, aggregation: str) -> None:
+    groups = random_groups()
+    loss, expected = naive_gradients(llama64, groups, aggregation=aggregation)
+    micro_batches = pack(groups, aggregation=aggregation, micro_batch_tokens=20, max_new_tokens=MAX_NEW_TOKENS)
+    updater = updater_of(llama64)
+    assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
+    assert updater.update(micro_batches, 0)["optim/loss"] == pytest.approx(loss, abs=1e-12)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(budget=st.integers(1, 120), chunk=st.integers(1, 40), order=st.permutations(range(3)))
+def test_no_cut_no_chunk_and_no_order_changes_the_gradient(
+    llama64: Policy, budget: int, chunk: int, order: list[int]
+) -> None:
+    groups = random_groups()
+    expected = CUT_BY_DEFAULT.get("gradients") or gradients_of(updater_of(llama64), pack(groups))
+    CUT_BY_DEFAULT["gradients"] = expected
+    updater = updater_of(llama64, head_chunk_tokens=chunk)
+    micro_batches = pack([groups[p] for p in order], micro_batch_tokens=budget)
+    assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
+
+
+CUT_BY_DEFAULT: dict[str, dict[str, Tensor]] = {}
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_checkpointing_recomputes_each_layer_and_changes_nothing(llama64: Policy, checkpointing: bool) -> None:
+    policy = tiny_policy("llama", torch.float64, checkpointing=checkpointing)
+    micro_batches = pack(random_groups(), micro_batch_tokens=24)
+    assert len(micro_batches) > 2
+    forwards = [0, 0]
+
+    def count(layer: int) -> None:
+        forwards[layer] += 1
+
+    for index, layer in enumerate(policy.model.get_base_model().get_decoder().layers):
+        # Inside the layer, because hooks of the layer itself stay outside its checkpoint.
+        layer.self_attn.register_forward_pre_hook(lambda *_, index=index: count(index))
+    gradients = gradients_of(updater_of(policy), micro_batches)
+    assert forwards == [len(micro_batches) * (2 if checkpointing else 1)] * 2
+    assert_gradients_close(gradients, gradients_of(updater_of(llama64), micro_batches), 1e-12)
+
+
+def test_dead_groups_change_nothing_whether_skipped_or_not(llama64: Policy) -> None:
+    groups = random_groups()
+    skipped, kept = pack(groups), pack(groups, skip_dead=False)
+    assert [sum(len(micro.rows) for micro in cut) for cut in (skipped, kept)] == [6, 9]
+    expected = gradients_of(updater_of(llama64), kept)
+    assert_gradients_close(gradients_of(updater_of(llama64), skipped), expected, 1e-10)
+
+
+def test_an_answer_without_a_reward_leaves_numerator_and_denominator(llama64: Policy) -> None:
+    whole = group_of((40, 41), [(5, 6, 7), (8, 2), (9, 10, 11, 2)], (1.0, None, -1.0))
+    without = group_of((40, 41), [(5, 6, 7), (9, 10, 11, 2)], (1.0, -1.0))
+    for aggregation in ("grpo", "dapo", "dr_grpo"):
+        loss, expected = naive_gradients(llama64, [whole], aggregation=aggregation)
+        for group in (whole, without):
+            micro_batches = pack([group], aggregation=aggregation, max_new_tokens=MAX_NEW_TOKENS)
+            assert sorted(len(micro.rows) for micro in micro_batches) == [2]
+            updater = updater_of(llama64)
+            assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
+            assert updater.update(micro_batches, 0)["optim/loss"] == pytest.approx(loss, abs=1e-12)
+
+
+def test_kl_to_the_reference_equals_the_twin(policy64: Policy) -> None:
+    groups = random_groups()
+    loss, expected = naive_gradients(policy64, groups, kl_coef=0.3)
+    plain, _ = naive_gradients(policy64, groups)
+    micro_batches = pack(groups, skip_dead=False, micro_batch_tokens=24)
+    updater = updater_of(policy64, kl_coef=0.3)
+    assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
+    metrics = updater.update(micro_batches, 0)
+    assert metrics["optim/loss"] == pytest.approx(loss, abs=1e-12)
+    # dapo: the loss adds kl_coef times the mean over tokens, which is the metric.
+    assert metrics["policy/kl"] == pytest.approx((loss - plain) / 0.3, rel=1e-9)
+    assert metrics["policy/kl"] > 1e-3
+
+
+@pytest.mark.parametrize(("loss", "clip"), [("clip", (0.2, 0.28)), ("gspo", (0.05, 0.08))])
+def test_a_second_use_compares_with_the_log_probs_of_the_first(loss: str, clip: tuple[float, float]) -> None:
+    policy, groups = tiny_policy("qwen3", torch.float64), random_groups()
+    before = {name: parameter.detach().clone() for name, parameter in policy.trainable_parameters().items()}
+    old = {
+        (p, g): naive_logprobs(policy, group.group.problem.prompt_ids, rollout.completion_ids, TEMPERATURE)
+        for p, group in enumerate(groups)
+        for g, rollout in enumerate(group.group.rollouts)
+    }
+    _, first = naive_gradients(policy, groups, loss=loss, clip=clip)
+    updater = updater_of(
+        policy,
+        lr=0.05,
+        loss=loss,
+        loss_options={"clip_low": clip[0], "clip_high": clip[1]},
+        updates_per_rollout=2,
+    )
+    metrics = updater.update(pack(groups, micro_batch_tokens=24), 0)
+    optimizer = updater.optimizer
+    assert isinstance(optimizer, RecordingSGD)
+    assert_gradients_close(optimizer.gradients[0], first, 1e-10)
+    with torch.no_grad():
+        for name, parameter in policy.trainable_parameters().items():
+            parameter.copy_(before[name] - 0.05 * first[name])
+    second_loss, second = naive_gradients(policy, groups, loss=loss, clip=clip, old=old)
+    assert len(optimizer.gradients) == 2
+    assert_gradients_close(optimizer.gradients[1], second, 1e-9)
+    assert metrics["optim/loss"] == pytest.approx(second_loss, abs=1e-10)
+    assert metrics["policy/clip_low"] + metrics["policy/clip_high"] > 0, "some tokens must be clipped"
+
+
+def test_the_first_use_of_clip_and_gspo_is_one_gradient(llama64: Policy) -> None:
+    # All ratios are 1, and T tokens times the mean of T gradients is their sum.
+    groups = random_groups()
+    clip = gradients_of(updater_of(llama64, loss="clip"), pack(groups))
+    assert_gradients_close(gradients_of(updater_of(llama64, loss="gspo"), pack(groups)), clip, 1e-10)
