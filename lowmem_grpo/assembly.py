@@ -45,6 +45,7 @@ from lowmem_grpo.losses import check_loss_options
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
+from lowmem_grpo.rollout import BatchEngine, RolloutEngine
 from lowmem_grpo.tasks import TASKS
 from lowmem_grpo.types import Card, SamplingParams
 
@@ -89,9 +90,10 @@ class Preflight:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The live parts: the policy and the data as problems. `steps` is the length of the run."""
+    """The live parts: the policy, its sampler, and the data as problems. `steps` is the length of the run."""
 
     policy: Policy
+    engine: RolloutEngine
     data: PreparedData
     stream: ProblemStream
     steps: int
@@ -165,7 +167,9 @@ def assemble(checked: Preflight) -> Parts:
     )
     policy = load_policy(spec, lora, card, tokenizer)
     steps = config.run.steps or stream.steps_per_epoch * (config.run.epochs or 1)
-    return Parts(policy, data, stream, steps, dict(template_record(checked.data_spec, tokenizer)))
+    wave = config.rollout.max_concurrent or config.rollout.prompts_per_step * config.rollout.group_size
+    engine = BatchEngine(policy, seed=config.run.seed, max_concurrent=wave)
+    return Parts(policy, engine, data, stream, steps, dict(template_record(checked.data_spec, tokenizer)))
 
 
 def load_trained(config: Config, adapter: Path) -> tuple[PeftModel, PreTrainedTokenizerBase]:

@@ -301,7 +301,7 @@ def runs(
     """List the runs, the last changed first."""
     if root != _RUNS and not root.is_dir():
         raise RunDirError(f"there is no folder {root}")
-    found = list_runs(root)
+    found = list_runs(root.absolute())
     if as_json:
         _print_json([dataclasses.asdict(run) for run in found])
     elif found:
@@ -382,12 +382,12 @@ def _find_run(given: str) -> RunDir:
         path = named if named.is_dir() else path
     if path.is_dir():
         return RunDir.open(path)
-    root = _RUNS if path.name == given else path.parent
+    root, prefix = (_RUNS, Path()) if path.name == given else (path.parent, path.parent)
     names = [run.name for run in list_runs(root)]
     if close := nearest(path.name, names):
-        hint = f"did you mean {close if root == _RUNS else root / close}?"
+        hint = f"did you mean {prefix / close}?"
     elif names:
-        hint = f"the newest is {names[0] if root == _RUNS else root / names[0]}, and `lowmem-grpo runs` lists all"
+        hint = f"the newest is {prefix / names[0]}, and `lowmem-grpo runs` lists all"
     else:
         hint = f"there are no runs in {root}/"
     raise RunDirError(f"there is no run {given!r}: {hint}")
@@ -489,9 +489,9 @@ def _answers(path: Path, data: DataConfig, needed: Mapping[str, Collection[str]]
     # A data set may call its gold `completion`; here that is the answer to score, and would always be right.
     mapping = {"answer": data.answer_column, **data.columns}
     mapping = {name: column for name, column in mapping.items() if column in columns and column != "completion"}
-    named = tuple({**row, **{name: row[column] for name, column in mapping.items() if column in row}} for row in rows)
-    named = tuple({"prompt": row.get(data.prompt_column), **row} for row in named)
-    table = Table(table.label, table.unit, named, table.lines, tuple(dict.fromkeys((*columns, *mapping))))
+    rows = [{**row, **{name: row[column] for name, column in mapping.items() if column in row}} for row in rows]
+    rows = [{"prompt": row[data.prompt_column], **row} if data.prompt_column in row else row for row in rows]
+    table = Table(table.label, table.unit, tuple(rows), table.lines, tuple(dict.fromkeys((*columns, *mapping))))
     if "completion" in columns:
         spec = DataSpec(str(path), prompt_column=data.prompt_column, answer_column="answer")
         check_columns(RawData(table, None, ""), spec, needed)

@@ -85,7 +85,7 @@ def evaluate(
         stop_reasons=tuple(rollout.stop_reason for rollout in rollouts),
         lengths=tuple(len(rollout.completion_ids) for rollout in rollouts),
         readings=readings,
-        failures=sum(group.scores[label][0] is None for group in scored for label in group.scores),
+        failures=sum(any(score is None for (score,) in group.scores.values()) for group in scored),
     )
 
 

@@ -25,6 +25,7 @@ from lowmem_grpo.catalog.disk import gigabytes
 from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
 from lowmem_grpo.errors import RunDirError
 from lowmem_grpo.files import atomic_write, json_bytes
+from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.rewards import Rubric, score_completions
 from lowmem_grpo.rundir import RunDir, StatusWriter, run_name, tee_output
 from lowmem_grpo.sinks import Fanout, make_sinks
@@ -87,13 +88,10 @@ def evaluate_run(path: Path | str, *, functions: Functions | None = None) -> dic
         raise RunDirError(f"{folder.path} has no adapter yet: let the run reach its first checkpoint.")
     with folder.lock(), _checked(_stored_config(folder), functions) as checked:
         _check_unchanged(folder, checked)
-        with StatusWriter(folder, steps=0) as status:
-            parts = assemble(checked)
-            if not parts.data.test:
-                raise RunDirError(
-                    f"{folder.path} has no test rows: set data.test_size or data.test_source in a new run."
-                )
-            return Trainer(checked, parts, folder, Fanout({}, print), status).evaluate_start_and_tuned("test")
+        parts = assemble(checked)
+        if not parts.data.test:
+            raise RunDirError(f"{folder.path} has no test rows: set data.test_size or data.test_source in a new run.")
+        return HeldOut(checked, parts, folder, Fanout({}, print)).start_and_tuned("test")
 
 
 def score_rows(

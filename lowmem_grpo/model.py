@@ -134,6 +134,7 @@ class Policy:
         Only the layers' own flags change (peft's context manager walks every module). Forward only: a backward
         through a checkpointed forward made inside must not happen after leaving.
         """
+        before = [(layer._active_adapter, layer._disable_adapters) for layer in self._lora_layers]
         for layer in self._lora_layers:
             if self._has_reference_adapter:
                 layer._active_adapter = [REFERENCE_ADAPTER]
@@ -142,9 +143,8 @@ class Policy:
         try:
             yield
         finally:
-            for layer in self._lora_layers:
-                layer._active_adapter = [POLICY_ADAPTER]
-                layer._disable_adapters = False
+            for layer, (active, disabled) in zip(self._lora_layers, before, strict=True):
+                layer._active_adapter, layer._disable_adapters = active, disabled
 
     # Forward.
 
@@ -275,11 +275,11 @@ def load_base(spec: ModelSpec, card: Card) -> PreTrainedModel:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    config = AutoConfig.from_pretrained(spec.path)
-    for name in ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
-        if getattr(config, name, 0):
-            setattr(config, name, 0.0)
     try:
+        config = AutoConfig.from_pretrained(spec.path)
+        for name in ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
+            if getattr(config, name, 0):
+                setattr(config, name, 0.0)
         model = AutoModelForCausalLM.from_pretrained(
             spec.path,
             config=config,

@@ -7,7 +7,6 @@ a checkpoint needs the adapter, the optimizer and a few counters, and a resumed 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import threading
 import time
@@ -25,17 +24,16 @@ from lowmem_grpo.assembly import Parts, Preflight, sampling_params
 from lowmem_grpo.batching import pack_rows, rewards_tensor
 from lowmem_grpo.checkpoint import TrainState
 from lowmem_grpo.errors import StopRequested
-from lowmem_grpo.evaluate import Evaluation, compare, evaluate
-from lowmem_grpo.files import atomic_write, json_bytes
+from lowmem_grpo.evaluate import Evaluation
+from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.losses import token_weights
 from lowmem_grpo.memory.peak import PeakProbe
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.optim import build_optimizer, load_optimizer_state, lr_at, optimizer_state
-from lowmem_grpo.rollout import BatchEngine
 from lowmem_grpo.rundir import RunDir, StatusWriter
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.sinks.jsonl import write_groups
-from lowmem_grpo.types import Event, Problem, RunInfo, ScoredGroup, StepReport
+from lowmem_grpo.types import Event, RunInfo, ScoredGroup, StepReport
 from lowmem_grpo.update import Updater, UpdateSettings
 
 __all__ = ["StopFlag", "Trainer"]
@@ -64,7 +62,8 @@ class StopFlag:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("Stopping after this step (once more: at once, losing the step).", flush=True)
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print, which cannot be nested
+            print("Stopping after this step (once more: at once, losing the step).", flush=True)
 
 
 @dataclass(slots=True)
@@ -92,9 +91,8 @@ class Trainer:
         config = checked.config
         self.config, self.checked, self.parts = config, checked, parts
         self.run_dir, self.sinks, self.status = run_dir, sinks, status
-        self.policy = parts.policy
-        wave = config.rollout.max_concurrent or config.rollout.prompts_per_step * config.rollout.group_size
-        self.engine = BatchEngine(self.policy, seed=config.run.seed, max_concurrent=wave)
+        self.policy, self.engine = parts.policy, parts.engine
+        self.held_out = HeldOut(checked, parts, run_dir, sinks)
         self.sampling = sampling_params(config)
         self.updater = self._build_updater()
         self.progress = Progress()
@@ -198,7 +196,7 @@ class Trainer:
         if self.run_dir.requested("eval"):
             self.run_dir.clear_requests("eval")
             if self.parts.data.dev:
-                score = self._evaluate("dev").mean("score")
+                score = self.held_out.evaluate("dev").mean("score")
                 self._event("evaluation", "info", f"dev score {score:.3f} after step {self.progress.step}")
 
     def _with_dev_score(self, report: StepReport) -> StepReport:
@@ -207,7 +205,7 @@ class Trainer:
         due = step == self.parts.steps or (every > 0 and step % every == 0)
         if not (due and self.parts.data.dev):
             return report
-        evaluation = self._evaluate("dev")
+        evaluation = self.held_out.evaluate("dev")
         score = evaluation.mean("score")
         if self.progress.best_score is None or score >= self.progress.best_score:
             self.progress.best_score, self.progress.best_step = score, step
@@ -275,42 +273,13 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate_start_and_tuned(self, split: str) -> dict[str, Any]:
-        """Start against the adapter in `adapter/` on one split; the start is evaluated once and kept on disk."""
-        weights, _ = checkpoint.read_adapter(self.run_dir.adapter_dir)
-        self.policy.load_adapter_state(weights)
-        start = self._start_evaluation(split)
-        tuned = self._evaluate(split)
-        atomic_write(self.run_dir.evaluations_dir / f"tuned-{split}.json", json_bytes(tuned.to_json()))
-        return compare(start, tuned, correct_at=self.config.eval.correct_at, split=split)
-
-    def _start_evaluation(self, split: str) -> Evaluation:
-        path = self.run_dir.evaluations_dir / f"start-{split}.json"
-        if path.exists():
-            return Evaluation.from_json(json.loads(path.read_bytes()))
-        with self.policy.reference():
-            evaluation = self._evaluate(split)
-        atomic_write(path, json_bytes(evaluation.to_json()))
-        return evaluation
-
     def _start_dev_evaluation(self) -> None:
         if self.parts.data.dev and self.progress.step == 0:
-            score = self._start_evaluation("dev").mean("score")
+            score = self.held_out.start("dev").mean("score")
             self._event("evaluation", "info", f"dev score {score:.3f} before training")
 
-    def _evaluate(self, split: str) -> Evaluation:
-        problems: Sequence[Problem] = getattr(self.parts.data, split)
-        return evaluate(
-            self.engine,
-            problems,
-            self.checked.eval_rubric,
-            max_new_tokens=self.sampling.max_new_tokens,
-            stop=self.sampling.stop,
-            on_progress=lambda done, total, _tokens: self.sinks.progress("evaluate", done, total, split),
-        )
-
     def _final_report(self) -> dict[str, Any]:
-        comparison = self.evaluate_start_and_tuned("test") if self.parts.data.test else {}
+        comparison = self.held_out.start_and_tuned("test") if self.parts.data.test else {}
         self.progress.seconds += self._lap()
         report = {
             **comparison,
@@ -345,7 +314,7 @@ class Trainer:
                 updates,
                 lr=config.optim.lr,
                 schedule=config.optim.schedule,
-                warmup=config.optim.warmup_steps,
+                warmup=config.optim.warmup_steps * config.algorithm.updates_per_rollout,
             ),
         )
         optimizer = build_optimizer(

@@ -154,9 +154,7 @@ class RecordingSGD(torch.optim.SGD):
         self.gradients: list[dict[str, Tensor]] = []
 
     def step(self, closure: Any = None) -> None:
-        self.gradients.append(
-            {name: p.grad.detach().clone() for name, p in self._named.items() if p.grad is not None}
-        )
+        self.gradients.append({name: p.grad.detach().clone() for name, p in self._named.items() if p.grad is not None})
         super().step()
 
 

@@ -42,10 +42,10 @@ ROOT = Path(__file__).resolve().parent.parent
 END_IDS = [2, *range(100, 160)]
 """With this many end tokens about a quarter of the random tokens ends an answer."""
 
-REWARD = '''def vowels(completions, **columns):
+REWARD = '''def letters(completions, **columns):
     """Counts what a random model writes often enough for the groups to have spread."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(letter in "aeiou0123456789" for letter in text) for text in texts]
+    return [sum(sign.isascii() and sign.isalnum() for sign in text) for text in texts]
 '''
 TIMED = ("time/", "memory/", "speed/")
 """Metrics that differ from run to run."""
@@ -73,7 +73,7 @@ def model_folder(*, ends: bool = True) -> Path:
 
 @functools.cache
 def reward_file() -> Path:
-    """The file with the reward `vowels`."""
+    """The file with the reward `letters`."""
     path = _session_folder() / "rewards.py"
     path.write_text(REWARD)
     return path
@@ -85,7 +85,7 @@ def raw_config(**sections: Any) -> dict[str, Any]:
         "model": {"name": str(model_folder()), "quantization": "none"},
         "lora": {"rank": 2, "alpha": 4},
         "data": {"source": "addition", "args": {"low": 0, "high": 9}, "max_prompt_tokens": 128},
-        "rewards": [f"{reward_file()}:vowels"],
+        "rewards": [f"{reward_file()}:letters"],
         "rollout": {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 6},
         "optim": {"lr": 1e-2},
         "eval": {"metric": "number"},
@@ -98,16 +98,16 @@ def tiny_run(*overrides: str, **sections: Any) -> LoadedConfig:
     return load_config(raw_config(**sections), overrides)
 
 
-def vowels(completions: list[Any], **columns: Any) -> list[int]:
+def letters(completions: list[Any], **columns: Any) -> list[int]:
     """The reward of `REWARD` as a function of this process: no child process to wait for."""
     namespace: dict[str, Any] = {}
     exec(REWARD, namespace)
-    return namespace["vowels"](completions, **columns)
+    return namespace["letters"](completions, **columns)
 
 
-IN_MEMORY: dict[str, Any] = {"rewards": ["vowels"]}
+IN_MEMORY: dict[str, Any] = {"rewards": ["letters"]}
 """Sections for a run whose reward is passed as `functions=FUNCTIONS`."""
-FUNCTIONS = {"vowels": vowels}
+FUNCTIONS = {"letters": letters}
 
 
 # --------------------------------------------------------------------------------------------- what a run left

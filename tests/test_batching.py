@@ -129,7 +129,9 @@ def test_token_weights_of_answers_of_2_and_8_tokens(aggregation: str, short: flo
 
 
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=2, max_size=2)), min_size=1, max_size=5),
+    lengths=st.lists(
+        st.tuples(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=2, max_size=2)), min_size=1, max_size=5
+    ),
     budget=st.integers(1, 60),
 )
 def test_no_row_is_lost_doubled_or_over_the_budget(lengths: list[tuple[int, list[int]]], budget: int) -> None:

@@ -454,7 +454,7 @@ def test_score_in_json(tmp_path: Path) -> None:
         {"problem_id": "a", "completion": "7", "output": "7"},
         {"problem_id": "b", "completion": "3", "output": "3"},
         {"problem_id": "a", "completion": "8", "output": "7"},
-        {"problem_id": "b", "completion": "4", "output": "???"[:0] + "3"},
+        {"problem_id": "b", "completion": "4", "output": "3"},
         {"problem_id": "a", "completion": "7", "output": "7"},
         {"problem_id": "a", "completion": "9", "output": "7"},
         {"problem_id": "c", "completion": "1", "output": "???"},
@@ -491,34 +491,34 @@ def test_score_with_another_estimator_and_groups_by_prompt(tmp_path: Path) -> No
 
 def test_score_as_text(tmp_path: Path) -> None:
     task = write_task(tmp_path, rewards=["number"])
-    rows = [{"problem_id": "a", "completion": f"{n}\n[bold]", "output": 1} for n in range(45)]
+    rows = [{"problem_id": "[b]a[/b]", "completion": f"{n}\n", "output": 1} for n in range(45)]
     lines = call("score", task, "--completions", write_lines(tmp_path / "a.jsonl", *rows)).out.splitlines()
     assert lines[0].split() == ["problem", "number", "reward", "advantage", "answer,", "or", "what", "failed"]
-    assert lines[1].split() == ["a", "0.000", "0.000", "-0.022", "0", "[bold]"]
-    assert lines[2].split() == ["a", "1.000", "1.000", "0.978", "1", "[bold]"]
+    assert lines[1].split() == ["[b]a[/b]", "0.000", "0.000", "-0.022", "0"]
+    assert lines[2].split() == ["[b]a[/b]", "1.000", "1.000", "0.978", "1"]
     assert lines[41] == "... and 5 more; --json gives them all."
     assert "45 answers in 1 groups; 0 scored the same throughout, teaching nothing" in lines
 
 
 @pytest.mark.parametrize(
-    ("rows", "sentence"),
+    ("row", "answer_column", "sentence"),
     [
-        ([{"problem_id": "a", "output": "2"}], "line 1 has no completion; it has problem_id, output"),
+        ({"problem_id": "a", "output": "2"}, "output", "line 1 has no completion; it has problem_id, output, answer"),
         (
-            [{"problem_id": "a", "completion": "2", "solution": "2"}],
+            {"problem_id": "a", "completion": "2", "solution": "2"},
+            "output",
             "the reward 'number' wants the column 'answer', which answers.jsonl has not; columns found: problem_id, "
-            "completion, solution, prompt; map one of them, for example data.answer_column=solution",
+            "completion, solution; map one of them, for example data.answer_column=solution",
         ),
-        # The gold of that data set is called as the answer here is, which would always be right.
-        ([{"problem_id": "a", "completion": "2", "data.answer_column": "completion"}], "wants the column 'answer'"),
-        (["text"], "answers.jsonl line 1 holds 'text' where a row"),
+        # A data set may call its gold as the answer to score is called here; that answer would always be right.
+        ({"problem_id": "a", "completion": "2"}, "completion", "wants the column 'answer'"),
+        ("text", "output", "answers.jsonl line 1 holds 'text' where a row"),
     ],
 )
-def test_answers_that_cannot_be_scored(rows: list[Any], sentence: str, tmp_path: Path) -> None:
+def test_answers_that_cannot_be_scored(row: Any, answer_column: str, sentence: str, tmp_path: Path) -> None:
     task = write_task(tmp_path, rewards=["number"])
-    column = rows[0].pop("data.answer_column", "output") if isinstance(rows[0], dict) else "output"
-    answers = write_lines(tmp_path / "answers.jsonl", *rows)
-    said = call("score", task, f"data.answer_column={column}", "--completions", answers)
+    answers = write_lines(tmp_path / "answers.jsonl", row)
+    said = call("score", task, f"data.answer_column={answer_column}", "--completions", answers)
     assert said.status == 2 and sentence in said.err
 
 

@@ -36,7 +36,7 @@ LAYERS = {
     },
     "config": {"config", "config_errors", "config_text", "recipes"},
     "starter": {"starter"},
-    "trainer": {"assembly", "lifecycle", "trainer"},
+    "trainer": {"assembly", "held_out", "lifecycle", "trainer"},
     "tools": {"doctor", "export", "plan"},
     "front": {"__init__", "api", "cli", "ui"},
 }

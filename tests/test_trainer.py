@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +18,20 @@ import torch
 
 from lowmem_grpo import faults, lifecycle
 from lowmem_grpo.checkpoint import read_adapter
-from lowmem_grpo.errors import DataError, NonFiniteFailed, RewardFailed, RunFailed, UserError
+from lowmem_grpo.errors import (
+    DataError,
+    NonFiniteFailed,
+    RewardFailed,
+    RunDirError,
+    RunFailed,
+    StopRequested,
+    UserError,
+)
 from lowmem_grpo.evaluate import Evaluation
-from lowmem_grpo.lifecycle import resume_run, start_run
+from lowmem_grpo.held_out import HeldOut
+from lowmem_grpo.lifecycle import evaluate_run, resume_run, start_run
 from lowmem_grpo.rollout import BatchEngine
 from lowmem_grpo.rundir import RunDir
-from lowmem_grpo.trainer import Trainer
 from lowmem_grpo.types import Group, Problem, SamplingParams
 from tests.runs import (
     FUNCTIONS,
@@ -57,7 +66,9 @@ def events(run_dir: RunDir, *kinds: str) -> list[tuple[int, str]]:
 
 def test_an_update_moves_every_part_of_the_adapter_and_reports_it(tmp_path: Path) -> None:
     with watching_trainers() as trainers:
-        run_dir, _ = train(tmp_path / "run", "run.steps=1", "data.dev_size=2")
+        # Answers of one length, so that their advantages cancel in the loss.
+        endless = f"model.name={model_folder(ends=False)}"
+        run_dir, _ = train(tmp_path / "run", "run.steps=1", "data.dev_size=2", endless)
     policy, (row,) = trainers[0].policy, list(run_dir.read("metrics"))
     moved = {name: tensor for name, tensor in policy.adapter_state().items() if "lora_B" in name}
     assert len(moved) == 2 * 7 and all(tensor.abs().max() > 1e-3 for tensor in moved.values())
@@ -66,7 +77,7 @@ def test_an_update_moves_every_part_of_the_adapter_and_reports_it(tmp_path: Path
     assert row["policy/sampler_gap"] <= 1e-4
     assert set(row) == {
         "step",
-        *("reward/mean", "reward/within_group_std", "reward/vowels", "reward/missing"),
+        *("reward/mean", "reward/within_group_std", "reward/letters", "reward/missing"),
         *("groups/zero_variance", "groups/skew"),
         *("completion/length_mean", "completion/length_max", "completion/truncated", "completion/unique"),
         *("policy/entropy", "policy/sampler_gap", "policy/clip_low", "policy/clip_high"),
@@ -85,7 +96,7 @@ def test_rewards_and_advantages_of_a_step_are_those_of_its_answers(tmp_path: Pat
         groups = [[r for r in answers if (r["step"], r["group"]) == (step, number)] for number in (0, 1)]
         assert [len(group) for group in groups] == [4, 4]
         for group in groups:
-            rewards = [sum(letter in "aeiou0123456789" for letter in row["completion"]) for row in group]
+            rewards = [len(re.findall("[0-9A-Za-z]", row["completion"])) for row in group]
             assert [row["reward"] for row in group] == rewards
             assert [row["advantage"] for row in group] == pytest.approx([r - sum(rewards) / 4 for r in rewards])
         assert metrics[step - 1]["reward/mean"] == pytest.approx(sum(r["reward"] for g in groups for r in g) / 8)
@@ -134,6 +145,13 @@ def test_two_epochs_of_sixteen_problems_are_eight_steps_and_the_schedule_ends_th
     for epoch in (range(1, 5), range(5, 9)):
         seen = Counter(row["problem_id"] for row in run_dir.read("completions") if row["step"] in epoch)
         assert seen == {f"train-{i}": 2 for i in range(1, 17)}
+
+
+def test_warm_up_counts_steps_however_often_each_is_used(tmp_path: Path) -> None:
+    overrides = ["run.steps=3", "optim.warmup_steps=2", "algorithm.updates_per_rollout=2"]
+    run_dir, _ = train(tmp_path / "run", *overrides)
+    # Four of six updates rise by a quarter each; the metrics have the second update of each step.
+    assert [row["optim/lr"] for row in run_dir.read("metrics")] == pytest.approx([0.5e-2, 1e-2, 1e-2])
 
 
 def test_five_problems_three_a_step_are_two_steps_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,16 +207,23 @@ def test_cut_answers_with_spread_are_still_learnt_from(tmp_path: Path) -> None:
 
 
 def test_warnings_reach_the_console_and_are_told_once(tmp_path: Path) -> None:
-    overrides = [*rows_file(tmp_path / "data.jsonl", 4, completion="x"), "run.steps=1", "run.sinks=[jsonl,console]"]
-    run_dir, _ = train(tmp_path / "run", *overrides)
+    overrides = [*rows_file(tmp_path / "data.jsonl", 4, completions="x"), "run.sinks=[jsonl,console]"]
+    run_dir, _ = train(tmp_path / "run", *overrides, "run.steps=1", "data.test_size=1")
     resume_run(run_dir.path, ["run.steps=2"], functions=FUNCTIONS)
     log = run_dir.log_path.read_text()
     assert "output failed" not in log
-    assert log.count("reward 'vowels' is a function of this process") == 1
+    assert log.count("reward 'letters' is a function of this process") == 1
     assert re.search(r"^step 1/1 ", log, re.M) and re.search(r"^step 2/2 ", log, re.M)
     told = [message for _, message in events(run_dir, "warning")]
     assert len(told) == len(set(told)) == 2
-    assert "the column completion is not passed to rewards" in told[1]
+    assert "the column completions is not passed to rewards" in told[1]
+
+
+def test_a_run_without_test_rows_ends_on_the_console_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, _ = train(tmp_path / "run", "run.steps=1", "run.sinks=[jsonl,console]")
+    printed = capsys.readouterr().out
+    assert "output failed" not in printed
+    assert f"adapter: {run_dir.adapter_dir}\n" in printed
 
 
 # --------------------------------------------------------------------------------------------- requests
@@ -268,20 +293,20 @@ def test_a_cached_start_is_taken_from_disk(tmp_path: Path, monkeypatch: pytest.M
     path.write_text(json.dumps({**stored, "readings": {"score": [1.0, 0.5]}}))
     _, again = resume_run(run_dir.path, functions=FUNCTIONS)
     assert again["start"]["score"] == 0.75
-    assert lifecycle.evaluate_run(run_dir.path, functions=FUNCTIONS) == again
+    assert evaluate_run(run_dir.path, functions=FUNCTIONS) == again
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, dev_scores: Sequence[float]) -> list[dict[str, torch.Tensor]]:
     """Let the dev evaluations (the start first) give `dev_scores`; the adapters that were evaluated on test."""
     scores, tested = iter(dev_scores), []
 
-    def evaluate(trainer: Trainer, split: str) -> Evaluation:
+    def evaluate(held_out: HeldOut, split: str) -> Evaluation:
         if split == "test":
-            tested.append(trainer.policy.adapter_state())
+            tested.append(held_out._parts.policy.adapter_state())
         score = next(scores) if split == "dev" else 0.5
         return Evaluation(("a",), ("",), ("end",), (1,), {"score": (score,)}, 0)
 
-    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(HeldOut, "evaluate", evaluate)
     return tested
 
 
@@ -399,6 +424,30 @@ def test_a_disk_that_is_full_for_a_moment_is_named_in_the_status(
     assert status.state == "failed"
     assert status.message.startswith("The disk is full: ")
     assert status.message.endswith("continue with `lowmem-grpo resume`.")
+
+
+def test_a_stopped_run_can_be_evaluated_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    overrides = ["run.steps=2", "run.checkpoint_every=1", "data.test_size=2"]
+    train(tmp_path / "straight", *overrides)
+    run_dir = RunDir(tmp_path / "run")
+    with during_step(1, lambda: run_dir.request("stop")), pytest.raises(StopRequested):
+        train(run_dir.path, *overrides)
+    report = evaluate_run(run_dir.path, functions=FUNCTIONS)
+    assert (report["n"], report["split"]) == (2, "test")
+    assert run_dir.status().state == "stopped"
+    resume_run(run_dir.path, functions=FUNCTIONS)
+    assert_same(outcome(run_dir.path), outcome(tmp_path / "straight"))
+
+
+def test_what_cannot_be_evaluated_yet(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with during_step(1, lambda: run_dir.request("stop")), pytest.raises(StopRequested):
+        train(run_dir.path, "run.steps=2")
+    with pytest.raises(RunDirError, match=r"has no test rows: set data\.test_size"):
+        evaluate_run(run_dir.path, functions=FUNCTIONS)
+    shutil.rmtree(run_dir.adapter_dir)
+    with pytest.raises(RunDirError, match="has no adapter yet"):
+        evaluate_run(run_dir.path, functions=FUNCTIONS)
 
 
 # --------------------------------------------------------------------------------------------- wrong inputs

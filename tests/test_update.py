@@ -56,7 +56,9 @@ def sampled_groups(policy: Policy, rewards: Sequence[float], groups: int = 2) ->
     """Groups answered by the live policy, each with the same rewards."""
     engine, sampling = BatchEngine(policy, seed=3), SamplingParams(8, temperature=TEMPERATURE)
     answered = engine.generate(problems_of((40, 41, 42), (60,))[:groups], len(rewards), sampling, step=1)
-    return [ScoredGroup(group, {"reward": tuple(rewards)}, tuple(rewards), (None,) * len(rewards)) for group in answered]
+    return [
+        ScoredGroup(group, {"reward": tuple(rewards)}, tuple(rewards), (None,) * len(rewards)) for group in answered
+    ]
 
 
 # The first live step.
@@ -70,7 +72,9 @@ def test_the_first_live_step_moves_every_lora_b_and_agrees_with_the_sampler(
     policy = tiny_policy(family, dtype, live=False)
     micro_batches = pack(sampled_groups(policy, [1.0, 0.0, 0.0, 0.0]), micro_batch_tokens=40)
     recorded = gradients_of(updater_of(policy), micro_batches)
-    assert {name for name in recorded if "lora_B" in name} == {n for n in policy.trainable_parameters() if "lora_B" in n}
+    assert {name for name in recorded if "lora_B" in name} == {
+        n for n in policy.trainable_parameters() if "lora_B" in n
+    }
     assert all(recorded[name].abs().max() > 0 for name in recorded if "lora_B" in name)
     before = weights_of(policy)
     metrics = adamw_updater(policy, kl_coef=0.1).update(micro_batches, 0)

@@ -11,7 +11,8 @@ Reading leniently. The final answer is the number said to be the answer ("the an
 number of the text after the thinking. These are no answers: an operand ("3 + 4"), a number in a question, an echo of
 the prompt, a negated or excluded number, an ordinal, a part of a word. There is none when the text gives several:
 different numbers said to be the answer, the final number in a list ("5, 6, 7", "6 or 7"), another number in a later
-sentence, two results for one left side ("3 + 4 = 6, 3 + 4 = 7"), or when it is taken back ("that is wrong").
+sentence, two results for one left side ("3 + 4 = 6, 3 + 4 = 7", "3 + 4 = 6 = 7"), or when it is taken back ("that is
+wrong").
 Only one number is ever credited, so naming more can never earn more.
 """
 
@@ -23,15 +24,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
-
+from lowmem_grpo.errors import ConfigError
 from lowmem_grpo.options import checked
 from lowmem_grpo.rewards.base import Mode, text_of
 from lowmem_grpo.rewards.reading import (
     Sentence,
     after_thinking,
+    content_after,
     is_negated,
     last_retraction,
     sentences,
@@ -39,7 +40,7 @@ from lowmem_grpo.rewards.reading import (
     without_echo,
 )
 
-__all__ = ["Number", "NumberReward", "final_number", "nearness", "number", "parse_number"]
+__all__ = ["Number", "NumberReward", "final_number", "number", "parse_number"]
 
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
 _PERCENT = r"(?:%|per\s?cent\b)"
@@ -63,6 +64,7 @@ _SAID_BEFORE = re.compile(
 )
 _SAID_AFTER = re.compile(r"\W*(?:is|was|would be)\s+(?:the|my|our)\b[^.!?\n]{0,30}\banswer\b", re.I)
 _EQUATION = re.compile(r"(?P<left>[-+*/^x().0-9 \t]{0,60}[0-9)][ \t]{0,3})=[ \t]*(?P<right>-?[.0-9][.,0-9]*)", re.I)
+_CHAIN = re.compile(r"=[ \t]*(?P<first>-?[0-9.]+)[ \t]*=[ \t]*(?P<then>-?[0-9.]*[0-9])(?![ \t]*[-+*/^x0-9])", re.I)
 _MINUS = re.compile(r"(?:^|[^\w)])(?:-[$€£¥]?|[$€£¥]-)$")
 _REWRITES = tuple(
     (re.compile(pattern, re.M), to)
@@ -212,6 +214,10 @@ def _listed_with(text: str, final: _Mention, kept: Sequence[_Mention]) -> list[_
 
 
 def _equations_disagree(text: str) -> bool:
+    """Two results for one left side, or a chain of two different results ("= 6 = 7")."""
+    chains = ((parse_number(chain["first"]), parse_number(chain["then"])) for chain in _CHAIN.finditer(text))
+    if any(first and then and first.value != then.value for first, then in chains):
+        return True
     results: dict[str, str] = {}
     for equation in _EQUATION.finditer(text):
         left = re.sub(r"\s", "", equation["left"])
@@ -223,11 +229,11 @@ def _equations_disagree(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NumberReward:
-    """1.0 or 0.0 by the gold in the column `answer`, or part of it for a near miss; None for a gold that is no number."""
+    """1.0 or 0.0 by the gold in the column `answer`; None for a gold that is no number."""
 
     tag: str | None = None
+    after: str | None = None
     bare_percent: bool = False
-    near: float = 0.0
     mode: Mode = "strict"
 
     needs: ClassVar[frozenset[str]] = frozenset({"answer"})
@@ -250,35 +256,28 @@ class NumberReward:
         given = final_number(completion, prompt, self.tag) if self.mode == "lenient" else self._in_form(completion)
         if given is None:
             return 0.0
-        if self.mode == "format" or given.equals(right, bare_percent=self.bare_percent):
-            return 1.0
-        return self.near * nearness(given.value, right.value)
+        return float(self.mode == "format" or given.equals(right, bare_percent=self.bare_percent))
 
     def _in_form(self, completion: str) -> Number | None:
-        content = completion if self.tag is None else tag_content(completion, self.tag)
+        content: str | None = completion
+        if self.tag is not None:
+            content = tag_content(completion, self.tag)
+        elif self.after is not None:
+            content = content_after(after_thinking(completion), self.after)
         return None if content is None else parse_number(content)
-
-
-def nearness(given: Decimal, right: Decimal) -> float:
-    """How near a wrong number is: 1 at the gold, falling linearly to 0 at a distance of |gold| + 1.
-
-    >>> nearness(Decimal(30), Decimal(19)), nearness(Decimal(-60), Decimal(19))
-    (0.45, 0.0)
-    """
-    return max(0.0, 1.0 - float(abs(given - right) / (abs(right) + 1)))
 
 
 @checked("reward", frozenset())
 def number(
     *,
     tag: str | None = None,
+    after: str | None = None,
     bare_percent: bool = False,
-    near: Annotated[float, Field(ge=0, lt=1)] = 0.0,
     mode: Mode = "strict",
 ) -> NumberReward:
-    """Is the answer the right number? Strict: the answer is one number, or the content of the one `<tag>` is.
-
-    `near` is the most that a wrong number earns, for one right beside the gold; 0 gives nothing for near misses. It is
-    meant for training where exact answers are too rare at first: an evaluation should leave it at 0.
+    """Is the answer the right number? Strict: the answer is one number, or the content of the one `<tag>` is, or all
+    that follows the one `after` is (`after: "####"`, or `"="` for `3 + 4 = 7`).
     """
-    return NumberReward(tag, bare_percent, near, mode)
+    if tag is not None and after is not None:
+        raise ConfigError("the reward number takes tag or after, not both: they name two forms of the answer")
+    return NumberReward(tag, after, bare_percent, mode)

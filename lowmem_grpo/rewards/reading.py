@@ -13,6 +13,7 @@ from dataclasses import dataclass
 __all__ = [
     "Sentence",
     "after_thinking",
+    "content_after",
     "is_negated",
     "last_retraction",
     "sentences",
@@ -84,6 +85,15 @@ def tag_content(text: str, tag: str) -> str | None:
     if text.count(opening) != 1 or text.count(closing) != 1 or end < start:
         return None
     return text[start + len(opening) : end]
+
+
+def content_after(text: str, marker: str) -> str | None:
+    """What follows `marker` when it occurs exactly once, else None.
+
+    >>> content_after("3 + 4 = 7", "="), content_after("3 + 4 = 6 = 7", "="), content_after("7", "=")
+    (' 7', None, None)
+    """
+    return text.partition(marker)[2] if text.count(marker) == 1 else None
 
 
 def without_echo(text: str, prompt: str) -> str:

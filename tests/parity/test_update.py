@@ -87,7 +87,9 @@ def naive_loss(
     return torch.stack(terms).sum()
 
 
-def naive_gradients(policy: Policy, groups: Sequence[ScoredGroup], **options: object) -> tuple[float, dict[str, Tensor]]:
+def naive_gradients(
+    policy: Policy, groups: Sequence[ScoredGroup], **options: object
+) -> tuple[float, dict[str, Tensor]]:
     parameters = policy.trainable_parameters()
     loss = naive_loss(policy, groups, **options)  # type: ignore[arg-type]
     return loss.item(), dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))

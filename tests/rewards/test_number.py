@@ -230,3 +230,35 @@ def test_wrong_options_are_refused() -> None:
         REWARDS["number"](tga="answer")
     with pytest.raises(ConfigError, match=r"is 'lenint' but should be 'strict', 'lenient' or 'format'"):
         REWARDS["number"](mode="lenint")
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "lenient", "written_as_asked"),
+    [
+        ("3 + 4 = 7", 1.0, 1.0, 1.0),
+        ("3 + 4 = 7.", 1.0, 1.0, 1.0),
+        ("3 + 4 = 8", 0.0, 0.0, 1.0),
+        ("7", 0.0, 1.0, 0.0),
+        ("3 + 4 = 7\n\nI am glad to help!", 0.0, 1.0, 0.0),
+        ("3 + 4 = 6 = 7", 0.0, 0.0, 0.0),
+        ("3 + 4 = 6, 3 + 4 = 7", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_after_names_what_stands_before_the_number(
+    completion: str, strict: float, lenient: float, written_as_asked: float
+) -> None:
+    inputs = {"prompts": ["What is 3 + 4?"], "completions": [completion], "answer": ["7"]}
+    by_mode = [REWARDS["number"](after="=", mode=mode)(**inputs) for mode in ("strict", "lenient", "format")]
+    assert by_mode == [[strict], [lenient], [written_as_asked]]
+
+
+def test_after_reads_the_form_of_gsm8k_and_not_what_was_thought() -> None:
+    reward = REWARDS["number"](after="####")
+    completions = ["6 x 7 is 42.\n#### 42", "<think>#### 41</think>\n#### 42", "#### 42 or 43"]
+    assert reward(prompts=["q"] * 3, completions=completions, answer=["42"] * 3) == [1.0, 1.0, 0.0]
+
+
+def test_tag_and_after_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tag or after, not both"):
+        REWARDS["number"](tag="answer", after="=")

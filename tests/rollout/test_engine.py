@@ -253,7 +253,9 @@ def test_keys_and_values_live_only_inside_generate(monkeypatch: pytest.MonkeyPat
 
 def test_a_prompt_that_leaves_no_room_is_refused(policy: Policy) -> None:
     problems = problems_of((40,), tuple([40] * 509))  # the context holds 512
-    with pytest.raises(DataError, match=r"prompt of p-1 has 509 tokens and with rollout.max_new_tokens=4 exceeds .* 512"):
+    with pytest.raises(
+        DataError, match=r"prompt of p-1 has 509 tokens and with rollout.max_new_tokens=4 exceeds .* 512"
+    ):
         BatchEngine(policy, seed=0).generate(problems, 1, SamplingParams(4), step=1)
 
 
