@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config import Config, LoadedConfig, load_config
 from lowmem_grpo.errors import RunDirError, StopRequested
-from lowmem_grpo.rundir import RunDir, Status
+from lowmem_grpo.rundir import RUNS_ROOT, RunDir, Status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,8 +33,9 @@ Functions = Mapping[str, Callable[..., Any]]
 class Run:
     """A run on disk: finished, stopped, or still going in another process. Everything is read from its folder."""
 
-    def __init__(self, folder: RunDir) -> None:
+    def __init__(self, folder: RunDir, functions: Functions | None = None) -> None:
         self._folder = folder
+        self._functions = functions
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
@@ -94,12 +95,13 @@ class Run:
     def resume(self, *overrides: str, functions: Functions | None = None) -> Run:
         """Go on in this process from the newest checkpoint, for example `run.resume("run.steps=200")`.
 
-        An interrupt saves and returns, as with `train`. Raises as `lowmem_grpo.lifecycle.resume_run`.
+        `functions` are the reward functions of this process, as for `train`, which hands its own on to the run it
+        returns. An interrupt saves and returns. Raises as `lowmem_grpo.lifecycle.resume_run`.
         """
         from lowmem_grpo.lifecycle import resume_run
 
         try:
-            resume_run(self.path, overrides, functions=functions)
+            resume_run(self.path, overrides, functions=functions or self._functions)
         except StopRequested as stopped:
             print(stopped)
         return self
@@ -125,7 +127,7 @@ def train(
         start_run(_loaded(config, overrides, data), folder.path, functions=functions)
     except StopRequested as stopped:
         print(stopped)
-    return Run(folder)
+    return Run(folder, functions)
 
 
 def load(run: Run | Path | str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
@@ -143,7 +145,8 @@ def evaluate(run: Run | Path | str, *, functions: Functions | None = None) -> di
     """Start against tuned on the run's test split, as `lowmem-grpo eval --json` prints it."""
     from lowmem_grpo.lifecycle import evaluate_run
 
-    return evaluate_run(run.path if isinstance(run, Run) else run, functions=functions)
+    run = run if isinstance(run, Run) else Run.open(run)
+    return evaluate_run(run.path, functions=functions or run._functions)
 
 
 def score(
@@ -153,9 +156,9 @@ def score(
     functions: Functions | None = None,
 ) -> dict[str, Any]:
     """Try the rewards of a config on given answers, with no model; rows and result as `lowmem-grpo score --json`."""
-    from lowmem_grpo.lifecycle import score_rows
+    from lowmem_grpo.answers import answers_in_memory, score_answers
 
-    return score_rows(_loaded(config, overrides, None), completions, functions=functions)
+    return score_answers(_loaded(config, overrides, None), answers_in_memory(completions), functions=functions)
 
 
 def _loaded(config: AnyConfig, overrides: Sequence[str], data: Sequence[Mapping[str, Any]] | None) -> LoadedConfig:
@@ -179,7 +182,6 @@ def _kept_rows(data: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def _new_run_dir(config: AnyConfig) -> Path:
-    from lowmem_grpo.lifecycle import RUNS_ROOT
     from lowmem_grpo.rundir import run_name
 
     return RUNS_ROOT / run_name(str(config) if isinstance(config, str | Path) else "run", RUNS_ROOT)

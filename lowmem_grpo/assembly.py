@@ -19,6 +19,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.advantages import check_estimator_options
+from lowmem_grpo.answers import reward_specs
 from lowmem_grpo.catalog import (
     EMBEDDED,
     ModelInfo,
@@ -44,6 +45,7 @@ from lowmem_grpo.errors import ConfigError, DataError
 from lowmem_grpo.losses import check_loss_options
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
+from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
 from lowmem_grpo.rollout import BatchEngine, RolloutEngine
 from lowmem_grpo.tasks import TASKS
@@ -178,8 +180,9 @@ def load_trained(config: Config, adapter: Path) -> tuple[PeftModel, PreTrainedTo
     dtype, _ = compute_dtype(card, config.model.compute_dtype)
     with download_bar() as progress:
         resolved = resolve_model(config.model.name, revision=config.model.revision, progress=progress)
-    base = load_base(_model_spec(config, resolved, dtype), card)
-    return PeftModel.from_pretrained(base, adapter).eval(), load_tokenizer(resolved.path)
+    with quiet_loading():
+        model = PeftModel.from_pretrained(load_base(_model_spec(config, resolved, dtype), card), adapter)
+    return model.eval(), load_tokenizer(resolved.path)
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -193,11 +196,6 @@ def sampling_params(config: Config) -> SamplingParams:
         min_p=rollout.min_p,
         stop=tuple(rollout.stop),
     )
-
-
-def reward_specs(config: Config) -> list[RewardSpec]:
-    """The rewards of the config in the form the rubric takes."""
-    return [RewardSpec(r.name, r.weight, r.args, r.label, r.timeout_s) for r in config.rewards]
 
 
 def evaluation_specs(config: Config, functions: Mapping[str, Any]) -> list[RewardSpec]:
@@ -238,15 +236,16 @@ def with_absolute_paths(config: Config, base_dir: Path) -> Config:
     changed["data"]["source"] = absolute(config.data.source)
     changed["data"]["test_source"] = absolute(config.data.test_source)
     changed["lora"]["continue_from"] = absolute(config.lora.continue_from)
-    for reward in changed["rewards"]:
-        reward["name"] = absolute(reward["name"]) if is_file_spec(reward["name"]) else reward["name"]
+    for section, key in (*((reward, "name") for reward in changed["rewards"]), (changed["eval"], "metric")):
+        section[key] = absolute(section[key]) if is_file_spec(section[key] or "") else section[key]
     return Config(**changed)
 
 
 def reward_files(config: Config) -> dict[str, Path]:
     """The user's reward files: name under `inputs/` -> path; two files of one name get numbered names."""
     files: dict[str, Path] = {}
-    for spec in (r.name for r in config.rewards if is_file_spec(r.name)):
+    names = (*(reward.name for reward in config.rewards), config.eval.metric or "")
+    for spec in (name for name in names if is_file_spec(name)):
         path, _ = split_file_spec(spec, kind="reward", base_dir=Path())
         if path not in files.values():
             name = path.name if path.name not in files else f"{len(files)}-{path.name}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import io
 import json
@@ -18,15 +17,14 @@ import os
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowmem_grpo.config import DataConfig, LoadedConfig, describe_fields, load_config, recipe_names
+from lowmem_grpo.config import describe_fields, load_config, recipe_names
 from lowmem_grpo.errors import (
     ConfigError,
     LowmemGrpoError,
@@ -37,23 +35,15 @@ from lowmem_grpo.errors import (
     nearest,
 )
 from lowmem_grpo.files import json_bytes
-from lowmem_grpo.rundir import RunDir, RunSummary, Status, list_runs, resolve_run, run_name
+from lowmem_grpo.rundir import RUNS_ROOT, RunDir, RunSummary, Status, list_runs, resolve_run, run_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table as RichTable
 
-    from lowmem_grpo.data import Table
     from lowmem_grpo.types import Event, RunInfo, ScoredGroup, StepReport
 
 __all__ = ["app", "main"]
-
-_RUNS = Path("runs")
-
-_HARMLESS = (
-    ("`is_gradient_checkpointing` is deprecated", FutureWarning),  # peft asks transformers for it
-)
-"""Warnings of libraries about each other, which a user can do nothing about."""
 
 _SHOWN_ROWS = 40
 
@@ -155,7 +145,7 @@ def train(
     `lowmem-grpo stop` from elsewhere, finishes the step, saves and ends with status 3.
     """
     loaded = load_config(config, overrides or [])
-    run = RunDir((run_dir or _RUNS / run_name(loaded.name, _RUNS)).expanduser().absolute())
+    run = RunDir((run_dir or RUNS_ROOT / run_name(loaded.name, RUNS_ROOT)).expanduser().absolute())
     with _at_work(as_json, lambda: _what_is_lost(run)):
         from lowmem_grpo.lifecycle import start_run
 
@@ -286,20 +276,24 @@ def score(
 
     The completions.jsonl of a run will do: prompts and columns are taken from the problems.jsonl beside it.
     """
-    result, texts = _score(load_config(config, overrides or []), completions)
+    from lowmem_grpo.answers import answers_in_file, score_answers
+    from lowmem_grpo.rewards import text_of
+
+    answers = answers_in_file(completions)
+    result = score_answers(load_config(config, overrides or []), answers)
     if as_json:
         _print_json(result)
     else:
-        _show_scores(result, texts)
+        _show_scores(result, [text_of(row["completion"]) for row in answers.rows])
 
 
 @app.command()
 def runs(
-    root: Annotated[Path, typer.Option(metavar="DIR", help="The folder that holds the runs.")] = _RUNS,
+    root: Annotated[Path, typer.Option(metavar="DIR", help="The folder that holds the runs.")] = RUNS_ROOT,
     as_json: AsJson = False,
 ) -> None:
     """List the runs, the last changed first."""
-    if root != _RUNS and not root.is_dir():
+    if root != RUNS_ROOT and not root.is_dir():
         raise RunDirError(f"there is no folder {root}")
     found = list_runs(root.absolute())
     if as_json:
@@ -315,8 +309,7 @@ def runs(
 
 @contextlib.contextmanager
 def _at_work(as_json: bool, interrupted: Callable[[], str]) -> Iterator[None]:
-    """Around what loads a model: quiet libraries, standard output kept for JSON, interrupts as sentences."""
-    _calm_libraries()
+    """Around what loads a model: standard output kept for JSON, interrupts as sentences."""
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             yield
@@ -324,16 +317,6 @@ def _at_work(as_json: bool, interrupted: Callable[[], str]) -> Iterator[None]:
         raise StopRequested(interrupted()) from None
     except BrokenPipeError:
         raise RunFailed(f"Whatever read the output has ended, and the run with it. {interrupted()}") from None
-
-
-def _calm_libraries() -> None:
-    """What the user sees is ours: no bars for loading weights, and no warnings that are nobody's to mend."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a warning when the reward process is started
-    for message, category in _HARMLESS:
-        warnings.filterwarnings("ignore", message, category)
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def _what_is_lost(run: RunDir) -> str:
@@ -378,11 +361,11 @@ def _find_run(given: str) -> RunDir:
     """The run that a word on the command line means: a folder, or a name under `runs/`."""
     path = Path(given).expanduser()
     if path.name == given and not RunDir(path).config_path.is_file():
-        named = resolve_run(_RUNS, given)
+        named = resolve_run(RUNS_ROOT, given)
         path = named if named.is_dir() else path
     if path.is_dir():
         return RunDir.open(path)
-    root, prefix = (_RUNS, Path()) if path.name == given else (path.parent, path.parent)
+    root, prefix = (RUNS_ROOT, Path()) if path.name == given else (path.parent, path.parent)
     names = [run.name for run in list_runs(root)]
     if close := nearest(path.name, names):
         hint = f"did you mean {prefix / close}?"
@@ -435,11 +418,11 @@ def _rows_of_step(run: RunDir, step: int | None, problem: str | None) -> list[di
 
 
 def _show_group(group: Mapping[str, Any]) -> None:
-    from lowmem_grpo.sinks.follow import _sample
+    from lowmem_grpo.sinks.follow import group_of_rows
     from lowmem_grpo.sinks.render import plain_sample, render_sample
 
     rows = [{"problem_id": group["problem_id"], **answer} for answer in group["answers"]]
-    scored, advantages_G = _sample(rows, {group["problem_id"]: group["prompt"]})
+    scored, advantages_G = group_of_rows(rows, {group["problem_id"]: group["prompt"]})
     if sys.stdout.isatty():
         _show(render_sample(group["step"], scored, advantages_G, shown=len(rows)))
     else:
@@ -456,54 +439,6 @@ def _show_card(report: Mapping[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------------------------- rewards without a model
-
-
-def _score(loaded: LoadedConfig, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The result of `score --json`, and the text of each answer."""
-    from lowmem_grpo.rewards import RewardSpec, Rubric, score_completions, text_of
-
-    config = loaded.config
-    specs = [RewardSpec(r.name, r.weight, r.args, r.label, r.timeout_s) for r in config.rewards]
-    with Rubric(specs, base_dir=loaded.base_dir) as rubric:
-        table = _answers(path, config.data, rubric.needed_columns())
-        from lowmem_grpo.advantages import ESTIMATORS, check_estimator_options
-
-        options = check_estimator_options(config.algorithm.advantage, config.algorithm.advantage_args)
-        estimator = functools.partial(ESTIMATORS[config.algorithm.advantage], **options)
-        result = score_completions(rubric, table.rows, estimator=estimator, lines=table.lines)
-    return result, [text_of(row["completion"]) for row in table.rows]
-
-
-def _answers(path: Path, data: DataConfig, needed: Mapping[str, Collection[str]]) -> Table:
-    """The rows of a file of answers, with their columns under the names that rewards ask for.
-
-    Raises DataError when the file cannot be read or lacks a column that a reward needs (`needed`: label -> columns).
-    """
-    from lowmem_grpo.data import DataSpec, RawData, Table, check_columns
-    from lowmem_grpo.data.reading import _read_file
-
-    table = _read_file(path.expanduser())
-    problems = _problems_beside(path)
-    rows = [{**problems.get(str(row.get("problem_id")), {}), **row} for row in table.rows]
-    columns = tuple(dict.fromkeys(name for row in rows for name in row))
-    # A data set may call its gold `completion`; here that is the answer to score, and would always be right.
-    mapping = {"answer": data.answer_column, **data.columns}
-    mapping = {name: column for name, column in mapping.items() if column in columns and column != "completion"}
-    rows = [{**row, **{name: row[column] for name, column in mapping.items() if column in row}} for row in rows]
-    rows = [{"prompt": row[data.prompt_column], **row} if data.prompt_column in row else row for row in rows]
-    table = Table(table.label, table.unit, tuple(rows), table.lines, tuple(dict.fromkeys((*columns, *mapping))))
-    if "completion" in columns:
-        spec = DataSpec(str(path), prompt_column=data.prompt_column, answer_column="answer")
-        check_columns(RawData(table, None, ""), spec, needed)
-    return table
-
-
-def _problems_beside(path: Path) -> dict[str, dict[str, Any]]:
-    """Columns and prompt by problem when the file of answers lies in a run folder, which keeps them apart."""
-    run = RunDir(path.expanduser().absolute().parent)
-    if not run.config_path.is_file():
-        return {}
-    return {row["problem_id"]: {**row["columns"], "prompt": row["prompt"]} for row in run.read("problems")}
 
 
 def _show_scores(result: Mapping[str, Any], texts: Sequence[str]) -> None:

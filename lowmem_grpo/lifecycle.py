@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.advantages import ESTIMATORS, check_estimator_options
 from lowmem_grpo.assembly import (
     Preflight,
     assemble,
     environment,
     preflight,
     reward_files,
-    reward_specs,
     sha256_of,
-    with_absolute_paths,
 )
 from lowmem_grpo.catalog import ModelInfo
 from lowmem_grpo.catalog.disk import gigabytes
@@ -26,16 +22,12 @@ from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_ov
 from lowmem_grpo.errors import RunDirError
 from lowmem_grpo.files import atomic_write, json_bytes
 from lowmem_grpo.held_out import HeldOut
-from lowmem_grpo.rewards import Rubric, score_completions
-from lowmem_grpo.rundir import RunDir, StatusWriter, run_name, tee_output
+from lowmem_grpo.rundir import RUNS_ROOT, RunDir, StatusWriter, run_name, tee_output
 from lowmem_grpo.sinks import Fanout, make_sinks
 from lowmem_grpo.trainer import Trainer
 from lowmem_grpo.types import Event
 
-__all__ = ["RUNS_ROOT", "evaluate_run", "resume_run", "score_rows", "start_run"]
-
-RUNS_ROOT = Path("runs")
-"""Where runs go unless told otherwise."""
+__all__ = ["evaluate_run", "resume_run", "start_run"]
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -81,7 +73,7 @@ def evaluate_run(path: Path | str, *, functions: Functions | None = None) -> dic
     Raises RunDirError when the run has no test rows or no adapter yet.
     """
     folder = RunDir.open(path)
-    report = folder.read_report()
+    report = folder.read_report()  # a run that went on after its report has none until it is finished again
     if report is not None and "tuned" in report:
         return report
     if not folder.adapter_dir.exists():
@@ -94,31 +86,20 @@ def evaluate_run(path: Path | str, *, functions: Functions | None = None) -> dic
         return HeldOut(checked, parts, folder, Fanout({}, print)).start_and_tuned("test")
 
 
-def score_rows(
-    loaded: LoadedConfig,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    lines: Sequence[int] | None = None,
-    functions: Functions | None = None,
-) -> dict[str, Any]:
-    """The rewards and advantages a config gives to written answers; no model. See `rewards.score_completions`."""
-    config = with_absolute_paths(loaded.config, loaded.base_dir)
-    options = check_estimator_options(config.algorithm.advantage, config.algorithm.advantage_args)
-    estimator = functools.partial(ESTIMATORS[config.algorithm.advantage], **options)
-    with Rubric(reward_specs(config), base_dir=loaded.base_dir, functions=functions) as rubric:
-        return score_completions(rubric, rows, estimator=estimator, lines=lines)
-
-
 def _train(folder: RunDir, checked: Preflight, *, resume: bool) -> dict[str, Any]:
     """Load the model and train; everything printed also goes to train.log."""
     folder.clear_requests()
     with tee_output(folder.log_path), StatusWriter(folder, steps=checked.config.run.steps or 0) as status:
         sinks = Fanout(make_sinks(checked.config.run.sinks, folder), print)
+        print(_model_line(checked.model))
         parts = assemble(checked)
         trainer = Trainer(checked, parts, folder, sinks, status)
-        notes = trainer.restore() if resume else []
+        warnings, notes = [*checked.warnings, *parts.data.report.warnings], []
+        if resume:
+            folder.report_path.unlink(missing_ok=True)  # it would not be that of the longer run
+            notes = trainer.restore()
+            warnings += _environment_changes(folder, checked)
         told = {row["message"] for row in folder.read("events")}
-        warnings = (*checked.warnings, *parts.data.report.warnings)
         notes += [Event("warning", "warning", warning) for warning in warnings if warning not in told]
         for line in (*parts.data.report.describe(), parts.stream.describe()):
             print(line)

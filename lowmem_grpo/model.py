@@ -31,6 +31,7 @@ from transformers import (
 from lowmem_grpo.errors import ModelError
 from lowmem_grpo.memory.decoded import hold_decoded_weights, linear_4bit_layers
 from lowmem_grpo.memory.head import chunked_logprobs
+from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.types import Card, PackedMicroBatch
 
 __all__ = ["LoraSpec", "ModelSpec", "Policy", "check_adapter_folder", "load_base", "load_policy", "load_tokenizer"]
@@ -311,7 +312,8 @@ def _settle_4bit_layers(model: PreTrainedModel, spec: ModelSpec, card: Card, dty
 
 def load_policy(spec: ModelSpec, lora: LoraSpec, card: Card, tokenizer: PreTrainedTokenizerBase) -> Policy:
     """Base plus adapter, ready to sample. Raises ModelError with one sentence."""
-    model = attach_adapter(load_base(spec, card), lora)
+    with quiet_loading():
+        model = attach_adapter(load_base(spec, card), lora)
     return Policy(
         model,
         tokenizer,
@@ -324,7 +326,7 @@ def load_policy(spec: ModelSpec, lora: LoraSpec, card: Card, tokenizer: PreTrain
 
 def attach_adapter(base: PreTrainedModel, lora: LoraSpec) -> PeftModel:
     """A fresh adapter (B = 0, so the policy starts as the base), or the one in `lora.continue_from` twice:
-    trainable in fp32, and frozen as the reference in the base's dtype.
+    trainable, and frozen as the reference.
 
     The initial weights depend on `lora.seed` alone. Raises ModelError.
     """
@@ -334,6 +336,11 @@ def attach_adapter(base: PreTrainedModel, lora: LoraSpec) -> PeftModel:
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"
     )
+    head = base.get_output_embeddings()
+    if not isinstance(targets, str) and any(
+        m is head and name.endswith(tuple(targets)) for name, m in base.named_modules()
+    ):
+        raise ModelError("lora.target_modules names the head; an adapter on the head is not supported.")
     torch.manual_seed(lora.seed)
     try:
         model = get_peft_model(base, config)
@@ -342,9 +349,6 @@ def attach_adapter(base: PreTrainedModel, lora: LoraSpec) -> PeftModel:
         raise ModelError(
             f"lora.target_modules {targets!r} matches no layer; this model has {', '.join(names)}."
         ) from error
-    head = base.get_output_embeddings()
-    if any(module is head for module in model.modules() if isinstance(module, LoraLayer)):
-        raise ModelError("lora.target_modules names the head; an adapter on the head is not supported.")
     return model
 
 
@@ -352,14 +356,14 @@ def _continue_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     check_adapter_folder(folder)
     try:
         model = PeftModel.from_pretrained(base, folder, adapter_name=POLICY_ADAPTER, is_trainable=True)
-        model.load_adapter(folder, REFERENCE_ADAPTER, autocast_adapter_dtype=False, is_trainable=False)
+        model.load_adapter(folder, REFERENCE_ADAPTER, is_trainable=False)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelError(f"The adapter in {folder} does not fit this model: {first_line(error)}") from error
     model.set_adapter(POLICY_ADAPTER)
+    # Both in fp32: the policy multiplies with its fp32 masters, and only then is the KL of the first step exactly 0.
     for name, parameter in model.named_parameters():
         if f".{REFERENCE_ADAPTER}." in name:
             parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(base.dtype)
     return model
 
 

@@ -50,6 +50,7 @@ from lowmem_grpo.tee import tee_output
 
 __all__ = [
     "REQUESTS",
+    "RUNS_ROOT",
     "STREAMS",
     "RunDir",
     "RunSummary",
@@ -62,6 +63,9 @@ __all__ = [
     "run_name",
     "tee_output",
 ]
+
+RUNS_ROOT = Path("runs")
+"""Where runs go unless told otherwise."""
 
 STREAMS = ("metrics", "completions", "events", "problems")
 """The jsonl files of a run, by the name that `append` and `read` take."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the live view of a run as it stood at its end, and its final card, as an SVG picture.
 
-    scripts/draw_run.py runs/quickstart-2026-01-31 docs/quickstart.svg
+scripts/draw_run.py runs/quickstart-2026-01-31 docs/quickstart.svg
 """
 
 from __future__ import annotations

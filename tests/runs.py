@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import faults, lifecycle
 from lowmem_grpo.assembly import Parts, Preflight
@@ -36,7 +37,7 @@ from lowmem_grpo.rundir import RunDir
 from lowmem_grpo.sinks import Fanout
 from lowmem_grpo.trainer import Trainer
 from lowmem_grpo.types import StepReport
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
 END_IDS = [2, *range(100, 160)]
@@ -62,9 +63,12 @@ def _session_folder() -> Path:
 
 
 @functools.cache
-def model_folder(*, ends: bool = True) -> Path:
+def model_folder(*, ends: bool = True, layers: int = 2) -> Path:
     """A tiny model on disk, made once; without `ends` hardly any of its answers ends before the limit."""
-    folder = save_tiny(_session_folder() / ("model" if ends else "endless"))
+    folder = save_tiny(_session_folder() / f"model-{ends}-{layers}")
+    if layers != 2:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(tiny_config(layers=layers)).save_pretrained(folder)
     if ends:
         path = folder / "generation_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": END_IDS}))
@@ -214,6 +218,10 @@ class Forks:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.runs"],
             cwd=ROOT,
+            env={
+                **os.environ,
+                **{name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")},
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

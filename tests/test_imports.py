@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lowmem_grpo"
 
 LAYERS = {
     "base": {"errors", "types"},
-    "support": {"faults", "files", "intervals", "options", "plugins", "tasks", "tee"},
+    "support": {"faults", "files", "intervals", "options", "plugins", "quiet", "tasks", "tee"},
     "stages": {
         *(
             "advantages",
@@ -36,7 +36,7 @@ LAYERS = {
     },
     "config": {"config", "config_errors", "config_text", "recipes"},
     "starter": {"starter"},
-    "trainer": {"assembly", "held_out", "lifecycle", "trainer"},
+    "trainer": {"answers", "assembly", "held_out", "lifecycle", "trainer"},
     "tools": {"doctor", "export", "plan"},
     "front": {"__init__", "api", "cli", "ui"},
 }

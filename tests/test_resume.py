@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -15,7 +16,18 @@ import pytest
 from lowmem_grpo.errors import ConfigError, RunDirError, StopRequested
 from lowmem_grpo.lifecycle import resume_run, start_run
 from lowmem_grpo.rundir import RunDir
-from tests.runs import FUNCTIONS, IN_MEMORY, Forks, Outcome, assert_same, during_step, outcome, raw_config, tiny_run
+from tests.runs import (
+    FUNCTIONS,
+    IN_MEMORY,
+    Forks,
+    Outcome,
+    assert_same,
+    during_step,
+    model_folder,
+    outcome,
+    raw_config,
+    tiny_run,
+)
 
 DEV = {"data.dev_size": 4, "data.test_size": 3, "eval.every": 2}
 VARIED = {
@@ -162,22 +174,23 @@ def test_a_folder_that_holds_a_run_is_not_started_again(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------- kill -9
 
-KILLED = raw_config(
-    **IN_MEMORY,
-    data={
-        "source": "addition",
-        "args": {"low": 0, "high": 9},
-        "max_prompt_tokens": 128,
-        "dev_size": 2,
-        "test_size": 2,
-    },
-    rollout={"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4},
-    eval={"metric": "letters", "every": 2},
-    run={"steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1, "sinks": ["jsonl"]},
-)
-"""Every kind of write happens: the best adapter is replaced, a checkpoint deleted, completions.jsonl rotated."""
 CAP_BYTES = 3500
 RANDOM_KILLS = 20
+
+
+def killed_config(steps: int) -> dict[str, Any]:
+    """A run in which every kind of write happens, and little else: its evaluations all give 0, and of equals the last
+    is the best, so `adapter/` is replaced each time; completions.jsonl is rotated once, at step 4."""
+    return raw_config(
+        **IN_MEMORY,
+        model={"name": str(model_folder(layers=1)), "quantization": "none"},
+        lora={"rank": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+        data={**raw_config()["data"], "dev_size": 2, "test_size": 2},
+        rollout={"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4},
+        memory={"activation_checkpointing": False},
+        eval={"metric": "number", "every": 2},
+        run={"steps": steps, "checkpoint_every": 2, "keep_checkpoints": 1, "sinks": ["jsonl"]},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -187,25 +200,24 @@ def forks() -> Iterator[Forks]:
     server.close()
 
 
-@pytest.fixture(scope="module")
-def straight(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any]]:
-    """The run nobody killed, and what its process reported."""
-    path = tmp_path_factory.mktemp("straight") / "run"
-    reply = forks.train(path, KILLED, cap_bytes=CAP_BYTES, kill_at_call=0)
+def _straight(forks: Forks, run_dir: Path, config: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
+    """What the run leaves when nobody kills it, and what its process replies."""
+    reply = forks.train(run_dir, config, cap_bytes=CAP_BYTES, kill_at_call=0)
     assert reply["error"] is None
-    assert len(RunDir.open(path).completion_parts()) == 1
-    return outcome(path), reply
+    assert len(RunDir.open(run_dir).completion_parts()) == 1
+    return outcome(run_dir), reply
 
 
-def test_kill_at_every_fault_point(forks: Forks, straight: tuple[Outcome, dict[str, Any]], tmp_path: Path) -> None:
-    expected, reply = straight
+def test_kill_at_every_fault_point(forks: Forks, tmp_path: Path) -> None:
+    config = killed_config(steps=4)
+    expected, reply = _straight(forks, tmp_path / "straight", config)
     names = reply["names"]
     # A run that was killed right after its first checkpoint: from there on everything has something to replace.
     snapshot = tmp_path / "snapshot"
     saved = names.index("replaced step-000002") + 1
-    assert forks.train(snapshot, KILLED, cap_bytes=CAP_BYTES, kill_at_point=saved)["killed"]
+    assert forks.train(snapshot, config, cap_bytes=CAP_BYTES, kill_at_point=saved)["killed"]
     assert RunDir.open(snapshot).status().state == "died"
-    resumed = _finish(forks, shutil.copytree(snapshot, tmp_path / "resumed"), expected)
+    resumed = _finish(forks, shutil.copytree(snapshot, tmp_path / "resumed"), config, expected)
     points = [(snapshot, point) for point in _points(resumed, "begin adapter", "deleted step-000002")]
     covered = {resumed[point - 1] for _, point in points}
     points += [(None, point) for point in _points(names) if names[point - 1] not in covered]
@@ -223,8 +235,8 @@ def test_kill_at_every_fault_point(forks: Forks, straight: tuple[Outcome, dict[s
         run_dir = tmp_path / f"run-{number}"
         if origin is not None:
             shutil.copytree(origin, run_dir)
-        assert forks.train(run_dir, KILLED, cap_bytes=CAP_BYTES, kill_at_point=point)["killed"]
-        _finish(forks, run_dir, expected)
+        assert forks.train(run_dir, config, cap_bytes=CAP_BYTES, kill_at_point=point)["killed"]
+        _finish(forks, run_dir, config, expected)
         shutil.rmtree(run_dir)
 
 
@@ -239,17 +251,19 @@ def _points(names: list[str], first: str = "", last: str = "") -> list[int]:
     return sorted(i + 1 for i in {*window, *others})
 
 
-def _finish(forks: Forks, run_dir: Path, expected: Outcome) -> list[str]:
+def _finish(forks: Forks, run_dir: Path, config: dict[str, Any], expected: Outcome) -> list[str]:
     """Resume the run to its end, compare it, and return the fault points on the way."""
-    reply = forks.train(run_dir, KILLED, cap_bytes=CAP_BYTES)
+    reply = forks.train(run_dir, config, cap_bytes=CAP_BYTES)
     assert reply["error"] is None
     assert_same(outcome(run_dir), expected)
-    assert not [p for p in run_dir.rglob("*") if p.name.startswith((".tmp-", ".replaced-", ".old-"))]
+    # The next save deletes an .old- folder, and after a kill in the last one there is none.
+    assert not [p for p in run_dir.rglob("*") if p.name.startswith((".tmp-", ".replaced-"))]
     return reply["names"]
 
 
-def test_kill_at_random_moments(forks: Forks, straight: tuple[Outcome, dict[str, Any]], tmp_path: Path) -> None:
-    expected, reply = straight
+def test_kill_at_random_moments(forks: Forks, tmp_path: Path) -> None:
+    config = killed_config(steps=6)
+    expected, reply = _straight(forks, tmp_path / "straight", config)
     draw, kills, number = random.Random(0), 0, 0
     while kills < RANDOM_KILLS:
         run_dir = tmp_path / f"run-{number}"
@@ -257,22 +271,20 @@ def test_kill_at_random_moments(forks: Forks, straight: tuple[Outcome, dict[str,
         # Killed, continued and killed again; a continued run may be over before its second moment comes.
         for _ in range(2):
             moment = draw.randrange(1, reply["calls"])
-            kills += forks.train(run_dir, KILLED, cap_bytes=CAP_BYTES, kill_at_call=moment)["killed"]
-        _finish(forks, run_dir, expected)
+            kills += forks.train(run_dir, config, cap_bytes=CAP_BYTES, kill_at_call=moment)["killed"]
+        _finish(forks, run_dir, config, expected)
         assert [row["step"] for row in RunDir.open(run_dir).read("metrics")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_second_process_is_refused_with_the_number_of_the_first(forks: Forks, tmp_path: Path) -> None:
-    import os
-
     start_run(tiny_run("run.steps=1", **IN_MEMORY), tmp_path / "run", functions=FUNCTIONS)
     run_dir = RunDir.open(tmp_path / "run")
     before = run_dir.status_path.read_bytes()
     with run_dir.lock():
-        reply = forks.train(run_dir.path, KILLED)
+        reply = forks.train(run_dir.path, raw_config(**IN_MEMORY))
     assert reply["error"] == [
         "RunDirError",
         f"{run_dir.path} is in use by process {os.getpid()}: wait for it, or `lowmem-grpo stop {run_dir.path}`.",
     ]
     assert run_dir.status_path.read_bytes() == before
-    assert forks.train(run_dir.path, KILLED)["error"] is None
+    assert forks.train(run_dir.path, raw_config(**IN_MEMORY))["error"] is None

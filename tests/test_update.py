@@ -263,3 +263,30 @@ def test_two_runs_from_the_same_start_are_bit_equal() -> None:
             updater.update(pack(groups, micro_batch_tokens=40), step)
         finals.append(weights_of(policy))
     assert bit_equal(*finals)
+
+
+# Float16, whose small activation gradients need a loss scale.
+
+
+def test_float16_scales_the_loss_and_not_the_gradient() -> None:
+    half, full = tiny_policy(dtype=torch.float16), tiny_policy(dtype=torch.float32)
+    micro_batches = pack(random_groups())
+    updater, plain = updater_of(half), updater_of(full)
+    assert (updater.scaler.is_enabled(), plain.scaler.is_enabled()) == (True, False)
+    assert updater.scaler.get_scale() == 4096
+    expected = gradients_of(plain, micro_batches)
+    for name, gradient in gradients_of(updater, micro_batches).items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
+
+
+def test_float16_halves_its_scale_after_a_skipped_step() -> None:
+    policy, micro_batches = tiny_policy(dtype=torch.float16), pack(random_groups())
+    updater = adamw_updater(policy)
+    before = weights_of(policy)
+    assert updater.update(broken(micro_batches), 0)["optim/skipped"] == 1.0
+    assert bit_equal(weights_of(policy), before)
+    assert updater.scaler.get_scale() == 2048
+    assert updater.update(micro_batches, 1)["optim/skipped"] == 0.0
+    assert updater.scaler.get_scale() == 2048
+    assert not bit_equal(weights_of(policy), before)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from .cards import CARDS, CardSpec, compute_dtype, detect_card, known_card
-from .embedded import SMOLLM2_135M, EmbeddedSource, cache_root
-from .folder import FAMILIES
-from .models import ALIASES, EMBEDDED, ModelInfo, ResolvedModel, inspect_model, resolve_model
-from .progress import Progress, download_bar, no_progress
+from lowmem_grpo.catalog.cards import CARDS, CardSpec, compute_dtype, detect_card, known_card
+from lowmem_grpo.catalog.embedded import SMOLLM2_135M, EmbeddedSource, cache_root
+from lowmem_grpo.catalog.folder import FAMILIES
+from lowmem_grpo.catalog.models import ALIASES, EMBEDDED, ModelInfo, ResolvedModel, inspect_model, resolve_model
+from lowmem_grpo.catalog.progress import Progress, download_bar, no_progress
 
 __all__ = [
     "ALIASES",

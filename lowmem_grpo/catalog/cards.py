@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, nearest
-from ..types import Card
+from lowmem_grpo.errors import ConfigError, nearest
+from lowmem_grpo.types import Card
 
 __all__ = ["CARDS", "CardSpec", "compute_dtype", "detect_card", "known_card"]
 

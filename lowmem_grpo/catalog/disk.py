@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ..errors import ModelError
+from lowmem_grpo.errors import ModelError
 
 __all__ = ["free_bytes", "gigabytes", "require_free"]
 

@@ -31,9 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
-from .disk import require_free
-from .progress import Progress, no_progress
+from lowmem_grpo.catalog.disk import require_free
+from lowmem_grpo.catalog.progress import Progress, no_progress
+from lowmem_grpo.errors import ModelError
+from lowmem_grpo.quiet import quiet_loading
 
 __all__ = ["SMOLLM2_135M", "EmbeddedSource", "cache_root", "embedded_folder", "is_built"]
 
@@ -264,16 +265,13 @@ def _quiet_transformers() -> Iterator[None]:
     """No bars and no advice on the terminal while loading; both come back afterwards, errors are raised as ever."""
     from transformers.utils import logging
 
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws a bar of its own
+        with quiet_loading(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws a bar of its own
             yield
     finally:
         logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _write_manifest(source: EmbeddedSource, folder: Path) -> None:

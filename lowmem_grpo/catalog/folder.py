@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from lowmem_grpo.errors import ModelError
 
 __all__ = ["FAMILIES", "check_config", "check_file_names", "check_folder", "read_config", "weight_files"]
 

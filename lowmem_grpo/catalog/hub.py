@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
-from .disk import require_free
-from .folder import check_file_names, check_folder, read_config, weight_files
-from .progress import Progress
+from lowmem_grpo.catalog.disk import require_free
+from lowmem_grpo.catalog.folder import check_file_names, check_folder, read_config, weight_files
+from lowmem_grpo.catalog.progress import Progress
+from lowmem_grpo.errors import ModelError
 
 __all__ = ["HubModel", "download", "hub_cache", "look"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ModelError, nearest
-from .disk import free_bytes
-from .embedded import SMOLLM2_135M, EmbeddedSource, cache_root, embedded_folder, is_built
-from .folder import check_config, check_folder, read_config
-from .hub import download, hub_cache, look
-from .progress import Progress, no_progress
+from lowmem_grpo.catalog.disk import free_bytes
+from lowmem_grpo.catalog.embedded import SMOLLM2_135M, EmbeddedSource, cache_root, embedded_folder, is_built
+from lowmem_grpo.catalog.folder import check_config, check_folder, read_config
+from lowmem_grpo.catalog.hub import download, hub_cache, look
+from lowmem_grpo.catalog.progress import Progress, no_progress
+from lowmem_grpo.errors import ModelError, nearest
 
 __all__ = ["ALIASES", "EMBEDDED", "ModelInfo", "Origin", "ResolvedModel", "inspect_model", "resolve_model"]
 

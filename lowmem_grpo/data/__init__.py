@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from lowmem_grpo.data.columns import check_columns, guess_columns
 from lowmem_grpo.data.preparing import DataReport, Dropped, PreparedData, prepare
-from lowmem_grpo.data.reading import read_rows, sample_rows
+from lowmem_grpo.data.reading import read_rows, read_table, sample_rows
 from lowmem_grpo.data.rendering import RenderedPrompt, TemplateRecord, render_prompt, template_record
 from lowmem_grpo.data.spec import DataSpec, RawData, Table
 from lowmem_grpo.data.stream import ProblemStream
@@ -33,6 +33,7 @@ __all__ = [
     "guess_columns",
     "prepare",
     "read_rows",
+    "read_table",
     "render_prompt",
     "sample_rows",
     "template_record",

@@ -50,7 +50,7 @@ def read_rows(spec: DataSpec, *, base_dir: Path) -> RawData:
 
 def sample_rows(path: Path, n: int) -> list[dict[str, Any]]:
     """The first `n` rows of a data file, for a look at its columns. Raises DataError as `read_rows` does."""
-    return list(_read_file(path).rows[:n])
+    return list(read_table(path).rows[:n])
 
 
 def _read_source(source: Source, split: str, args: Mapping[str, Any], base_dir: Path) -> Table:
@@ -62,7 +62,7 @@ def _read_source(source: Source, split: str, args: Mapping[str, Any], base_dir: 
     if path.is_dir():
         return _table(source, "row", enumerate(read_folder(path, split), 1))
     if path.is_file() or _means_file(source, path):
-        return _read_file(path)
+        return read_table(path)
     task = nearest(source, TASKS)
     if task and "/" not in source:
         raise DataError(f"there is no file and no task named {source!r}; did you mean data.source={task}?")
@@ -140,7 +140,8 @@ def _generated(source: str, args: Mapping[str, Any], base_dir: Path) -> list[Any
         raise DataError(f"the data source {source} raised {type(error).__name__}: {error}") from error
 
 
-def _read_file(path: Path) -> Table:
+def read_table(path: Path) -> Table:
+    """The rows of a data file of any kind that is read. Raises DataError with one sentence."""
     if not path.exists():
         raise DataError(_missing(path))
     reader = _READERS.get(path.suffix.lower())

@@ -19,7 +19,7 @@ __all__ = ["score_completions"]
 
 PER_ANSWER = frozenset(
     {"problem_id", "prompt", "completion", "completion_ids", "tokens"}
-    | {"step", "stop_reason", "rewards", "reward", "advantage", "error"}
+    | {"step", "group", "stop_reason", "rewards", "reward", "advantage", "error"}
 )
 """Keys of a row that are not columns of the data set; a run's completions.jsonl has most of them."""
 
@@ -31,10 +31,11 @@ def score_completions(
 ) -> dict[str, Any]:
     """Scores rows `{"problem_id" (or "prompt"), "completion", ...columns}` and measures each answer in its group.
 
-    Rows of one problem (and one `step`, when they have it) are a group, wherever they stand; the result keeps the order
-    of the rows. `estimator(rewards_P_G, lengths_P_G)` is called group by group (P = 1) with NaN where there is no
-    reward; a group of one answer has no advantage (None). Lengths are in tokens where `completion_ids` are given, else
-    all 1. `lines` are the rows' line numbers for messages (1, 2, ... unless given).
+    Rows of one problem (and one `step` and `group`, when they have them) are a group, wherever they stand; the
+    result keeps the order of the rows. `estimator(rewards_P_G, lengths_P_G)` is called group by group (P = 1) with
+    NaN where there is no reward; a group of one answer has no advantage (None). Lengths are in tokens where
+    `completion_ids` are given, else all 1. `lines` are the rows' line numbers for messages (1, 2, ... unless
+    given).
 
     Gives `{"rows": [...], "groups": [...], "functions": {...}}`. Raises DataError on a row that cannot be used, naming
     its line.
@@ -70,7 +71,7 @@ def _group_key(row: Mapping[str, Any], line: int) -> tuple[str, str]:
         raise DataError(f"line {line} has neither problem_id nor prompt, so it belongs to no group")
     if row.get("prompt") is not None and not _is_text_or_messages(row["prompt"]):
         raise DataError(f"line {line}: prompt is {row['prompt']!r:.60}, not text or a list of messages")
-    return f"{name}={row[name]!r}", f"step={row.get('step')!r}"
+    return f"{name}={row[name]!r}", f"step={row.get('step')!r}, group={row.get('group')!r}"
 
 
 def _check_columns(rubric: Rubric, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from lowmem_grpo.rundir import RunDir, Status
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.types import Event, Group, Problem, Rollout, RunInfo, ScoredGroup, StepReport
 
-__all__ = ["follow", "read_info"]
+__all__ = ["follow", "group_of_rows", "read_info"]
 
 
 class _Tail:
@@ -88,7 +88,7 @@ def _device(run_dir: RunDir, configured: str) -> str:
         return configured
 
 
-def _sample(rows: list[dict[str, Any]], prompts: Mapping[str, Any]) -> tuple[ScoredGroup, tuple[float, ...]]:
+def group_of_rows(rows: list[dict[str, Any]], prompts: Mapping[str, Any]) -> tuple[ScoredGroup, tuple[float, ...]]:
     """A group from its lines. The files hold no token ids, so those are empty."""
     problem_id = rows[0]["problem_id"]
     prompt = prompts.get(problem_id, "")
@@ -128,7 +128,7 @@ class _Replay:
         step = int(row["step"])
         values = {name: value for name, value in row.items() if name != "step" and value is not None}
         lines = self._groups.get(step)
-        group, advantages_G = _sample(lines, self._prompts) if lines else (None, ())
+        group, advantages_G = group_of_rows(lines, self._prompts) if lines else (None, ())
         for old in [s for s in self._groups if s <= step]:
             del self._groups[old]
         self._sink.step(StepReport(step, steps, values, group, advantages_G))

@@ -272,7 +272,7 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, *, sig
 
 def _card_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(label, start, tuned, difference) of each measure that the report has."""
-    start, tuned = report["start"], report["tuned"]
+    start, tuned = report.get("start", {}), report.get("tuned", {})  # both missing: there were no test problems
     rows = []
     for label, interval_key, difference_key in (
         ("score", "interval", "difference"),
@@ -319,6 +319,8 @@ def _next_steps(run: str, report: Mapping[str, Any]) -> list[str]:
 
 
 def _card_title(report: Mapping[str, Any]) -> str:
+    if "n" not in report:
+        return "Trained; there were no test problems to compare start and tuned on (data.test_size)"
     return f"Start against tuned on {report['n']} unseen problems ({report.get('split', 'test')} split)"
 
 
@@ -328,7 +330,8 @@ def render_card(report: Mapping[str, Any]) -> RenderableType:
     for number, label in enumerate(("", "start", "tuned", "difference")):
         table.add_column(label, justify="left" if number == 0 else "right")
     proven = bool(report.get("proven"))
-    for label, start, tuned, gain in _card_rows(report):
+    measured = _card_rows(report)
+    for label, start, tuned, gain in measured:
         table.add_row(label, start, tuned, Text(gain, style="green" if gain.startswith("+") else "red"))
     facts = Table.grid(padding=(0, 2))
     previous = ""
@@ -336,8 +339,8 @@ def render_card(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row(Text("" if label == previous else label, style="dim"), Text(text, overflow="fold"))
         previous = label
     body = Table.grid(expand=True, padding=0)
-    parts = (table, Text(_verdict(report), style="bold green" if proven else "bold yellow"), Text(""), facts)
-    for part in parts:
+    verdict = Text(_verdict(report), style="bold green" if proven else "bold yellow")
+    for part in (table, verdict, Text(""), facts) if measured else (facts,):
         body.add_row(part)
     return Panel(
         body, title=Text(_card_title(report)), title_align="left", border_style="green" if proven else "yellow"

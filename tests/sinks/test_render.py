@@ -190,3 +190,13 @@ def test_an_empty_group_prompt_and_no_advantages() -> None:
     empty = dataclasses.replace(scored.group.problem, prompt="")
     scored = dataclasses.replace(scored, group=dataclasses.replace(scored.group, problem=empty))
     assert plain_sample(1, scored, (0.0,))[1:] == ["  prompt: ", "  reward 0.00  advantage +0.00  cut off: (empty)"]
+
+
+def test_a_run_without_test_problems_still_gets_a_card() -> None:
+    report = {"steps": 3, "seconds": 12.0, "adapter": "/runs/a/adapter", "best_step": None}
+    title = "Trained; there were no test problems to compare start and tuned on (data.test_size)"
+    assert plain_card(report)[:3] == [f"== {title} ==", "trained: 3 steps in 12 s", "adapter: /runs/a/adapter"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_card(report))
+    text = console.export_text()
+    assert title in text and "3 steps in 12 s" in text and "tuned   difference" not in text
