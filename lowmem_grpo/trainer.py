@@ -30,6 +30,7 @@ from lowmem_grpo.losses import token_weights
 from lowmem_grpo.memory.peak import PeakProbe
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.optim import build_optimizer, load_optimizer_state, lr_at, optimizer_state
+from lowmem_grpo.rewards import Rubric
 from lowmem_grpo.rundir import RunDir, StatusWriter
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.sinks.jsonl import write_groups
@@ -107,11 +108,11 @@ class Trainer:
     def train_step(self, step: int) -> StepReport:
         """One update: sample, score, compare inside each group, push the policy. `step` counts from 1."""
         problems = self.parts.stream.at(step - 1)
-        with self._measured("rollout") as rollout:
+        with self._measured() as rollout:
             groups = self.engine.generate(
                 problems, self.config.rollout.group_size, self.sampling, step=step, on_progress=self._show_rollout
             )
-        with self._measured("reward") as scoring:
+        with self._measured() as scoring:
             scored = self.checked.rubric.score(groups)
         rewards_P_G, lengths_P_G = rewards_tensor(scored)
         dead_P = is_dead_P(rewards_P_G)
@@ -119,7 +120,7 @@ class Trainer:
             rewards_P_G, lengths_P_G, **self.checked.advantage_options
         )
         self._show_sample(step, scored, advantages_P_G, dead_P)
-        with self._measured("update") as update:
+        with self._measured() as update:
             micro_batches = pack_rows(
                 scored,
                 advantages_P_G,
@@ -137,6 +138,7 @@ class Trainer:
         metrics = {
             **rollout_metrics(scored, rewards_P_G, lengths_P_G, dead_P),
             **update_metrics,
+            "reward/failures": _failures(self.checked.rubric),
             "time/rollout_s": rollout.seconds,
             "time/reward_s": scoring.seconds,
             "time/update_s": update.seconds,
@@ -379,7 +381,7 @@ class Trainer:
         self.sinks.sample(step, group, advantages_G)
 
     @contextlib.contextmanager
-    def _measured(self, _phase: str) -> Iterator[_Measured]:
+    def _measured(self) -> Iterator[_Measured]:
         self._probe.reset()
         measured, start = _Measured(), time.monotonic()
         yield measured
@@ -410,6 +412,11 @@ def _sample(
     live = (~dead_P).nonzero().flatten().tolist()
     index = live[0] if live else 0
     return scored[index], tuple(advantages_P_G[index].tolist())
+
+
+def _failures(rubric: Rubric) -> float:
+    """Scores that a reward function failed to give in the last scoring call."""
+    return float(sum(function["failures"] or 0 for function in rubric.statistics().values()))
 
 
 def _optional(evaluation: Evaluation, *readings: str) -> dict[str, float]:

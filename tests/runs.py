@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import shutil
@@ -256,6 +257,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a run prints is no reply
+    gc.freeze()  # a collection in a child would touch, and so copy, every page of the parent
     for line in sys.stdin:
         replies.write(json.dumps(_in_child(json.loads(line))) + "\n")
         replies.flush()

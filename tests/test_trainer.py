@@ -77,7 +77,7 @@ def test_an_update_moves_every_part_of_the_adapter_and_reports_it(tmp_path: Path
     assert row["policy/sampler_gap"] <= 1e-4
     assert set(row) == {
         "step",
-        *("reward/mean", "reward/within_group_std", "reward/letters", "reward/missing"),
+        *("reward/mean", "reward/within_group_std", "reward/letters", "reward/missing", "reward/failures"),
         *("groups/zero_variance", "groups/skew"),
         *("completion/length_mean", "completion/length_max", "completion/truncated", "completion/unique"),
         *("policy/entropy", "policy/sampler_gap", "policy/clip_low", "policy/clip_high"),
@@ -365,6 +365,25 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(tmp_path: Pa
     log = run_dir.log_path.read_text()
     assert f'File "{file}", line 2, in broken' in log
     assert "ZeroDivisionError: division by zero" in log
+
+
+def test_a_reward_that_fails_on_one_answer_costs_that_answer_and_is_counted(tmp_path: Path) -> None:
+    def first_fails(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        scores = [float(len(ids) + sum(ids) % 7) for ids in completion_ids]
+        calls.append(len(scores))
+        if len(scores) > 1 or calls.count(1) == 1:
+            raise ValueError("not this one")
+        return scores
+
+    calls: list[int] = []
+    run_dir, _ = start_run(
+        tiny_run("run.steps=1", rewards=["first_fails"]), tmp_path / "run", functions={"first_fails": first_fails}
+    )
+    answers, (row,) = list(run_dir.read("completions")), list(run_dir.read("metrics"))
+    assert calls == [8] + [1] * 8
+    assert (row["reward/failures"], row["reward/missing"]) == (1.0, 1 / 8)
+    assert [answer["reward"] is None for answer in answers] == [True] + [False] * 7
+    assert answers[0]["error"] == "first_fails: ValueError: not this one" and answers[0]["advantage"] == 0.0
 
 
 def test_steps_without_a_finite_gradient_are_counted_over_a_stop(
