@@ -33,7 +33,7 @@ from lowmem_grpo.rundir import RunDir
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TrainState", "latest", "load", "read_adapter", "save", "verify", "write_adapter"]
+__all__ = ["TrainState", "clear_leftovers", "latest", "load", "read_adapter", "save", "verify", "write_adapter"]
 
 FORMAT = 1
 
@@ -78,7 +78,7 @@ def save(run_dir: RunDir, state: TrainState, *, keep: int) -> Path:
     temporary = root / f".tmp-{target.name}"
     with _saving(target, temporary):
         root.mkdir(exist_ok=True)
-        _clear_leftovers(root)
+        clear_leftovers(root)
         fault_point("begin checkpoint")
         _fill(temporary, state)
         replace_folder(temporary, target)
@@ -161,7 +161,8 @@ def _saving(target: Path, temporary: Path) -> Iterator[None]:
             raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
-def _clear_leftovers(root: Path) -> None:
+def clear_leftovers(root: Path) -> None:
+    """Finish or undo in the checkpoints folder `root` what a kill interrupted. For the holder of the run's lock."""
     for entry in sorted(root.iterdir()):
         if entry.name.startswith(".replaced-"):
             recover_folder(root / entry.name.removeprefix(".replaced-"))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lowmem_grpo import checkpoint
 from lowmem_grpo.assembly import Parts, Preflight
 from lowmem_grpo.evaluate import Evaluation, compare, evaluate
-from lowmem_grpo.files import atomic_write, json_bytes
+from lowmem_grpo.files import json_bytes
 from lowmem_grpo.rundir import RunDir
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.types import Problem
@@ -49,7 +49,7 @@ class HeldOut:
             return Evaluation.from_json(json.loads(path.read_bytes()))
         with self._parts.policy.reference():
             evaluation = self.evaluate(split)
-        atomic_write(path, json_bytes(evaluation.to_json()))
+        self._run_dir.replace_file(path, json_bytes(evaluation.to_json()))
         return evaluation
 
     def start_and_tuned(self, split: Split) -> dict[str, Any]:
@@ -57,5 +57,5 @@ class HeldOut:
         weights, _ = checkpoint.read_adapter(self._run_dir.adapter_dir)
         self._parts.policy.load_adapter_state(weights)
         start, tuned = self.start(split), self.evaluate(split)
-        atomic_write(self._run_dir.evaluations_dir / f"tuned-{split}.json", json_bytes(tuned.to_json()))
+        self._run_dir.replace_file(self._run_dir.evaluations_dir / f"tuned-{split}.json", json_bytes(tuned.to_json()))
         return compare(start, tuned, correct_at=self._checked.config.eval.correct_at, split=split)

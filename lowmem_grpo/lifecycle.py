@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from lowmem_grpo.assembly import (
 from lowmem_grpo.catalog import ModelInfo
 from lowmem_grpo.catalog.disk import gigabytes
 from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
-from lowmem_grpo.errors import RunDirError
-from lowmem_grpo.files import atomic_write, json_bytes
+from lowmem_grpo.errors import RunDirError, UserError
+from lowmem_grpo.files import json_bytes
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.rundir import RUNS_ROOT, RunDir, StatusWriter, run_name, tee_output
 from lowmem_grpo.sinks import Fanout, make_sinks
@@ -37,8 +38,8 @@ def start_run(
 ) -> tuple[RunDir, dict[str, Any]]:
     """Train from the start into `run_dir` (None: `runs/<name>-<date>`); returns the folder and the report.
 
-    `functions` are reward functions of this process by name. Raises UserError before anything is written where that
-    can be known, StopRequested after a requested stop, RunFailed when the run cannot go on.
+    `functions` are reward functions of this process by name. Raises UserError for a wrong input, and then leaves no
+    run folder behind; StopRequested after a requested stop; RunFailed when the run cannot go on.
     """
     with _checked(loaded, functions) as checked:
         folder = RunDir.create(
@@ -48,7 +49,13 @@ def start_run(
             inputs={name: path.read_bytes() for name, path in reward_files(checked.config).items()},
         )
         with folder.lock():
-            return folder, _train(folder, checked, resume=False)
+            try:
+                return folder, _train(folder, checked, resume=False)
+            except UserError:
+                # What only the tokenizer or the model could tell, before the first step: the folder is free again.
+                if not any(folder.read("metrics")):
+                    shutil.rmtree(folder.path)
+                raise
 
 
 def resume_run(
@@ -63,7 +70,7 @@ def resume_run(
     with folder.lock(), _checked(_stored_config(folder, overrides), functions) as checked:
         _check_unchanged(folder, checked)
         if overrides:
-            atomic_write(folder.config_path, dump_config(checked.config))
+            folder.replace_file(folder.config_path, dump_config(checked.config))
         return folder, _train(folder, checked, resume=True)
 
 
@@ -103,7 +110,7 @@ def _train(folder: RunDir, checked: Preflight, *, resume: bool) -> dict[str, Any
         notes += [Event("warning", "warning", warning) for warning in warnings if warning not in told]
         for line in (*parts.data.report.describe(), parts.stream.describe()):
             print(line)
-        atomic_write(folder.inputs_dir / "template.json", json_bytes(parts.template, indent=2))
+        folder.replace_file(folder.inputs_dir / "template.json", json_bytes(parts.template, indent=2))
         return trainer.run(notes)
 
 

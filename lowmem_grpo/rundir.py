@@ -544,10 +544,14 @@ class RunDir:
 
     # ----- report
 
+    def replace_file(self, path: Path, data: bytes | str) -> None:
+        """Replace one file of the run, whole or not at all. Raises RunFailed when the disk is full."""
+        with writing(path):
+            atomic_write(path, data)
+
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Replace report.json. Raises RunFailed when the disk is full."""
-        with writing(self.report_path):
-            atomic_write(self.report_path, json_bytes(report, indent=2))
+        self.replace_file(self.report_path, json_bytes(report, indent=2))
 
     def read_report(self) -> dict[str, Any] | None:
         """The report, or None while there is none."""

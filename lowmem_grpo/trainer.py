@@ -246,6 +246,7 @@ class Trainer:
         Returns what `run` should tell about it, once the sinks have been started.
         """
         damaged: list[str] = []
+        checkpoint.clear_leftovers(self.run_dir.checkpoints_dir)
         newest = checkpoint.latest(self.run_dir, on_damaged=damaged.append)
         if newest is None:
             lost = self.run_dir.truncate_to({})

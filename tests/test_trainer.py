@@ -367,6 +367,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(tmp_path: Pa
     assert "ZeroDivisionError: division by zero" in log
 
 
+def test_rows_that_only_the_tokenizer_refuses_leave_no_run_folder(tmp_path: Path) -> None:
+    data = tmp_path / "rendered.jsonl"
+    data.write_text('{"prompt": "<|im_start|>user\\nhello", "answer": "1"}\n' * 3)
+    with pytest.raises(DataError, match=r"rendered.jsonl line 1"):
+        train(tmp_path / "run", f"data.source={data}", "data.args={}", "run.steps=1")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reward_that_fails_on_one_answer_costs_that_answer_and_is_counted(tmp_path: Path) -> None:
     def first_fails(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         scores = [float(len(ids) + sum(ids) % 7) for ids in completion_ids]
