@@ -121,6 +121,8 @@ def preflight(
     if config.lora.continue_from is not None:
         check_adapter_folder(Path(config.lora.continue_from))
     model = inspect_model(config.model.name, revision=config.model.revision)
+    if model.revision is not None:  # the newest one, found just now: a resume has to load the same weights
+        config = Config(**{**config.model_dump(), "model": {**config.model.model_dump(), "revision": model.revision}})
     _check_context(config, model)
     data_spec = _data_spec(config)
     metric = evaluation_specs(config, functions or {})

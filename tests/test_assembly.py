@@ -256,3 +256,12 @@ def test_rows_a_reward_cannot_read_are_left_out_and_counted(tmp_path: Path) -> N
     ]
     assert (parts.steps, parts.stream.steps_per_epoch) == (6, 1)
     assert parts.template["format"] == "chat"
+
+
+def test_the_newest_revision_of_a_hub_model_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dataclasses.replace(assembly.inspect_model(str(model_folder())), origin="hub", revision="0123abcd")
+    monkeypatch.setattr(assembly, "inspect_model", lambda *_, **__: found)
+    checked = preflight(tiny_run(**IN_MEMORY), functions=FUNCTIONS)
+    checked.close()
+    assert tiny_run(**IN_MEMORY).config.model.revision is None
+    assert checked.config.model.revision == "0123abcd"
