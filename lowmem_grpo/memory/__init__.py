@@ -2,6 +2,7 @@
 
 head      log-probs of chosen tokens from hidden states, a few rows of logits at a time, backward written out
 decoded   4-bit weights kept decoded, where there is room for them
+lora      adapters on frozen linear layers: only the input waits for the backward, the masters have one 16-bit copy
 
 and two ways to measure them:
 

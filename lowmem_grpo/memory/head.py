@@ -2,25 +2,33 @@
 
 Saves: the whole logits, N x V numbers (4.64 GiB in fp32 for 8 x 1024 tokens and a vocabulary of 151 936), of which
 plain autograd holds several copies. Here `chunk_tokens` rows of logits exist at a time, forward and backward.
-Costs: the logits are computed again in the backward: 3 matrix products instead of 2 (with a trained head 4 and 3).
-Bytes above inputs and outputs: forward chunk x V x 8 (fp32 logits, their exponentials); backward chunk x V x 4 with an
-fp32 head (the gradient replaces the logits in place) and x 6 with a 16-bit one (its 16-bit copy), for a trained head
-also its fp32 gradient, V x H x 4. Kept for the backward: the inputs and two fp32 numbers per token.
+Costs: with a frozen head nothing, the 2 matrix products of plain autograd: the gradient of a log-prob is known up to
+one factor per token, so the forward already multiplies it with the head (1 product where nothing needs a gradient).
+For a trained head the logits are computed again in the backward: 4 products instead of 3.
+Bytes above inputs and outputs, frozen head: forward chunk x V x 8 (fp32 logits, their exponentials, then the gradient
+and its 16-bit copy), backward none. Trained head: the same forward; backward chunk x V x 4 with an fp32 head (the
+gradient replaces the logits in place), x 6 with a 16-bit one, x 8 with a softcap, and its fp32 gradient, V x H x 4.
+Kept for the backward, frozen head: N x H numbers in the head's dtype in place of the hidden states, and one fp32 number
+per token; trained head: the inputs and two fp32 numbers per token.
 
-With x = logits / temperature, t the target and L = logsumexp of x over all words but t:
+With raw logits y, x = y / temperature (capped: x = cap tanh(y / cap) / temperature), t the target and L = logsumexp of
+x over all words but t:
 
     logp       = logsigmoid(x_t - L)                 which is -softplus(L - x_t)
     dlogp/dx_t = 1 - p_t = -expm1(logp)
     dlogp/dx_j = -(1 - p_t) exp(x_j - L)             for j other than t
+    dx/dy      = (1 - tanh(y / cap)^2) / temperature
 
 The textbook forms x_t - logsumexp(x) and 1 - exp(logp) round to 0 once p_t is within rounding of 1, and the token loses
 its gradient; these keep it. The factor 1 - p_t stays outside the product with the head: 16 bits could not hold it.
-A chunked head that never holds the logits is the idea of Cut Cross-Entropy (arXiv 2411.09009).
+A chunked head that never holds the logits is the idea of Cut Cross-Entropy (arXiv 2411.09009), the gradient made in
+the forward that of Liger Kernel (arXiv 2410.10989), the softcap that of Gemma 2 (arXiv 2408.00118).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,38 +47,88 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 256,
     bias_V: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Natural log-prob of each target token and the entropy of its distribution, both (N,), in nats.
 
-    The logits are `hidden @ weight.T + bias` multiplied in the dtype of the weight, then divided by `temperature`, with
-    all reductions in fp32 (float64 stays float64). The log-probs carry gradients to `hidden_N_H`, and to the weight and
-    the bias where those require them, once; the entropies are detached. Raises ValueError when temperature or
-    chunk_tokens is not positive.
+    The logits are `hidden @ weight.T + bias` multiplied in the dtype of the weight, bent to `softcap * tanh(logits /
+    softcap)` where there is a softcap, then divided by `temperature`, with all that follows the product in fp32
+    (float64 stays float64). The log-probs carry gradients to `hidden_N_H`, and to the weight and the bias where those
+    require them, once; the entropies are detached. Raises ValueError when temperature, chunk_tokens or softcap is not
+    positive.
     """
-    if temperature <= 0 or chunk_tokens < 1:
-        raise ValueError(f"temperature and chunk_tokens must be positive, got {temperature} and {chunk_tokens}")
-    return _ChunkedLogprobs.apply(hidden_N_H, weight_V_H, bias_V, targets_N, temperature, chunk_tokens)
+    if temperature <= 0 or chunk_tokens < 1 or (softcap is not None and softcap <= 0):
+        raise ValueError(
+            "temperature, chunk_tokens and softcap must be positive, "
+            f"got temperature={temperature}, chunk_tokens={chunk_tokens} and softcap={softcap}"
+        )
+    form = _Form(temperature, softcap, chunk_tokens)
+    trains_head = weight_V_H.requires_grad or (bias_V is not None and bias_V.requires_grad)
+    if not torch.is_grad_enabled() or not (hidden_N_H.requires_grad or trains_head):
+        return _forward(hidden_N_H, weight_V_H, bias_V, targets_N, form)[:2]
+    head = _TrainedHead if trains_head else _FrozenHead
+    return head.apply(hidden_N_H, weight_V_H, bias_V, targets_N, form)
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Form:
+    """How the product with the head becomes logits, and how many rows of them exist at a time."""
+
+    temperature: float
+    softcap: float | None
+    chunk_tokens: int
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        return (slice(start, start + self.chunk_tokens) for start in range(0, count, self.chunk_tokens))
+
+    def bend_(self, logits_C_V: Tensor) -> Tensor:
+        """The softcap and the temperature, in place."""
+        if self.softcap is not None:
+            logits_C_V.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_C_V if self.temperature == 1.0 else logits_C_V.div_(self.temperature)
+
+    def slope(self, bent_C_V: Tensor, lowered_by: Tensor | float) -> Tensor | None:
+        """The factor 1 - tanh^2 of the softcap at bent logits that were lowered by so much; None without a softcap."""
+        if self.softcap is None:
+            return None
+        return bent_C_V.add(lowered_by).mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Gradient for the hidden states only, its product with the head made in the forward."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_N_H: Tensor,
-        weight_V_H: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        temperature: float,
-        chunk_tokens: int,
+        ctx: Any, hidden_N_H: Tensor, weight_V_H: Tensor, bias_V: Tensor | None, targets_N: Tensor, form: _Form
     ) -> tuple[Tensor, Tensor]:
-        logprobs_N = hidden_N_H.new_empty(len(hidden_N_H), dtype=_wide(weight_V_H.dtype))
-        entropy_N, lse_others_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        for rows in _chunks(len(hidden_N_H), chunk_tokens):
-            logits_C_V = _logits(hidden_N_H[rows], weight_V_H, bias_V, temperature)
-            logprobs_N[rows], entropy_N[rows], lse_others_N[rows] = _reduce_logits_(logits_C_V, targets_N[rows])
-            del logits_C_V  # or this chunk is still alive while the next one is computed
+        # In the head's dtype, in which the product comes out: a narrower one would round it a second time.
+        product_N_H = torch.empty_like(hidden_N_H, dtype=weight_V_H.dtype)
+        logprobs_N, entropy_N, _ = _forward(hidden_N_H, weight_V_H, bias_V, targets_N, form, product_N_H)
+        ctx.save_for_backward(product_N_H, logprobs_N)
+        ctx.temperature, ctx.hidden_dtype = form.temperature, hidden_N_H.dtype
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        product_N_H, logprobs_N = ctx.saved_tensors
+        scale_N = _scale(grad_logprobs_N, logprobs_N, ctx.temperature)
+        grad_hidden_N_H = torch.empty_like(product_N_H, dtype=ctx.hidden_dtype)
+        # Mixed dtypes multiply in the wider one, and only the result is rounded.
+        return torch.mul(product_N_H, scale_N[:, None], out=grad_hidden_N_H), None, None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    """Gradients for the weight or the bias too: their sums over tokens need the factors that come from above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_N_H: Tensor, weight_V_H: Tensor, bias_V: Tensor | None, targets_N: Tensor, form: _Form
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N, entropy_N, lse_others_N = _forward(hidden_N_H, weight_V_H, bias_V, targets_N, form)
         ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, logprobs_N, lse_others_N)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.form = form
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -79,17 +137,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_N_H, weight_V_H, bias_V, targets_N, logprobs_N, lse_others_N = ctx.saved_tensors
         wide = logprobs_N.dtype
-        scale_N = grad_logprobs_N * -torch.expm1(logprobs_N) / ctx.temperature
+        scale_N = _scale(grad_logprobs_N, logprobs_N, ctx.form.temperature)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_N_H = torch.empty_like(hidden_N_H) if needs_hidden else None
         grad_weight_V_H = torch.zeros_like(weight_V_H, dtype=wide) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        for rows in _chunks(len(hidden_N_H), ctx.chunk_tokens):
-            grad_C_V = _logits(hidden_N_H[rows], weight_V_H, bias_V, ctx.temperature)
-            _unit_gradient_(grad_C_V, targets_N[rows], lse_others_N[rows])
+        for rows in ctx.form.chunks(len(hidden_N_H)):
+            grad_C_V = _logits(hidden_N_H[rows], weight_V_H, bias_V, ctx.form)
+            _unit_gradient_(grad_C_V, targets_N[rows], lse_others_N[rows], ctx.form.slope(grad_C_V, 0.0))
             if grad_hidden_N_H is not None:
-                product_C_H = grad_C_V.to(weight_V_H.dtype) @ weight_V_H
-                grad_hidden_N_H[rows] = product_C_H.to(wide) * scale_N[rows, None]
+                torch.mul(_product(grad_C_V, weight_V_H), scale_N[rows, None], out=grad_hidden_N_H[rows])
             if grad_weight_V_H is not None:
                 grad_weight_V_H.addmm_(grad_C_V.T, hidden_N_H[rows].to(wide) * scale_N[rows, None])
             if grad_bias_V is not None:
@@ -101,42 +158,78 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
             None,
             None,
-            None,
         )
+
+
+def _forward(
+    hidden_N_H: Tensor,
+    weight_V_H: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    form: _Form,
+    product_N_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and logsumexps of the other words, each (N,).
+
+    `product_N_H`, when given, is filled with the gradient of each log-prob divided by 1 - p_t, times temperature.
+    """
+    logprobs_N = hidden_N_H.new_empty(len(hidden_N_H), dtype=_wide(weight_V_H.dtype))
+    entropy_N, lse_others_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+    for rows in form.chunks(len(hidden_N_H)):
+        logits_C_V = _logits(hidden_N_H[rows], weight_V_H, bias_V, form)
+        logprobs_N[rows], entropy_N[rows], lse_others_N[rows], top_C_1 = _reduce_logits_(logits_C_V, targets_N[rows])
+        if product_N_H is not None:
+            lse_C = lse_others_N[rows] - top_C_1.squeeze(1)
+            _unit_gradient_(logits_C_V, targets_N[rows], lse_C, form.slope(logits_C_V, top_C_1))
+            product_N_H[rows] = _product(logits_C_V, weight_V_H)
+        del logits_C_V  # or this chunk is still alive while the next one is computed
+    return logprobs_N, entropy_N, lse_others_N
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _chunks(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, count, size))
+def _scale(grad_logprobs_N: Tensor, logprobs_N: Tensor, temperature: float) -> Tensor:
+    """All of a token's gradient that is one number: what comes from above, 1 - p_t and the temperature."""
+    return grad_logprobs_N * -torch.expm1(logprobs_N) / temperature
 
 
-def _logits(hidden_C_H: Tensor, weight_V_H: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """The tempered logits of one chunk in fp32 or float64, in memory of their own that the caller may overwrite."""
-    logits_C_V = F.linear(hidden_C_H.to(weight_V_H.dtype), weight_V_H, bias_V).to(_wide(weight_V_H.dtype))
-    return logits_C_V if temperature == 1.0 else logits_C_V.div_(temperature)
+def _product(grad_C_V: Tensor, weight_V_H: Tensor) -> Tensor:
+    return grad_C_V.to(weight_V_H.dtype) @ weight_V_H
 
 
-def _reduce_logits_(logits_C_V: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy, logsumexp of the other words, each (C,). Overwrites the logits."""
+def _logits(hidden_C_H: Tensor, weight_V_H: Tensor, bias_V: Tensor | None, form: _Form) -> Tensor:
+    """The bent logits of one chunk in fp32 or float64, in memory of their own that the caller may overwrite."""
+    return form.bend_(F.linear(hidden_C_H.to(weight_V_H.dtype), weight_V_H, bias_V).to(_wide(weight_V_H.dtype)))
+
+
+def _reduce_logits_(logits_C_V: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy, logsumexp of the other words, each (C,), and their largest logit (C, 1).
+
+    The logits are lowered by the last.
+    """
     targets_C_1 = targets_C.unsqueeze(1)
-    target_C = logits_C_V.gather(1, targets_C_1).squeeze(1)
+    target_C_1 = logits_C_V.gather(1, targets_C_1)
     top_C_1 = logits_C_V.scatter_(1, targets_C_1, -torch.inf).amax(1, keepdim=True)
     exp_C_V = logits_C_V.sub_(top_C_1).exp()
-    logits_C_V.scatter_(1, targets_C_1, 0.0)  # exp is 0 there, and 0 * -inf would be NaN
+    logits_C_V.scatter_(1, targets_C_1, target_C_1 - top_C_1)  # exp is 0 there, and 0 * -inf would be NaN
     total_C = exp_C_V.sum(1)
     lse_others_C = total_C.log() + top_C_1.squeeze(1)
     entropy_others_C = total_C.log() - exp_C_V.mul_(logits_C_V).sum(1) / total_C
-    margin_C = target_C - lse_others_C
+    margin_C = target_C_1.squeeze(1) - lse_others_C
     logp_C, log_rest_C = F.logsigmoid(margin_C), F.logsigmoid(-margin_C)
     # Chain rule of entropy: first "the target or not", then which of the others.
     entropy_C = -logp_C.exp() * logp_C + log_rest_C.exp() * (entropy_others_C - log_rest_C)
-    return logp_C, entropy_C, lse_others_C
+    return logp_C, entropy_C, lse_others_C, top_C_1
 
 
-def _unit_gradient_(logits_C_V: Tensor, targets_C: Tensor, lse_others_C: Tensor) -> None:
-    """Turn logits into dlogp/dlogits divided by (1 - p_t), in place: 1 at the target, minus softmax over the others."""
+def _unit_gradient_(logits_C_V: Tensor, targets_C: Tensor, lse_others_C: Tensor, slope_C_V: Tensor | None) -> None:
+    """Turn logits into dlogp/dlogits divided by (1 - p_t), in place: 1 at the target, minus softmax over the others.
+
+    With a slope the gradient is that of the logits before the softcap.
+    """
     logits_C_V.sub_(lse_others_C.unsqueeze(1)).exp_().neg_()
     logits_C_V.scatter_(1, targets_C.unsqueeze(1), 1.0)
+    if slope_C_V is not None:
+        logits_C_V.mul_(slope_C_V)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_grpo.memory.head import chunked_logprobs
@@ -18,11 +23,14 @@ def naive_logprobs(
     *,
     temperature: float = 1.0,
     bias_V: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The obvious form: all logits at once, log_softmax, autograd."""
     logits_N_V = torch.nn.functional.linear(hidden_N_H.to(weight_V_H.dtype), weight_V_H, bias_V)
-    wide = torch.promote_types(weight_V_H.dtype, torch.float32)
-    logprobs_N_V = torch.log_softmax(logits_N_V.to(wide) / temperature, dim=-1)
+    logits_N_V = logits_N_V.to(torch.promote_types(weight_V_H.dtype, torch.float32))
+    if softcap is not None:
+        logits_N_V = softcap * torch.tanh(logits_N_V / softcap)
+    logprobs_N_V = torch.log_softmax(logits_N_V / temperature, dim=-1)
     entropy_N = -(logprobs_N_V.exp() * logprobs_N_V).sum(-1).detach()
     return logprobs_N_V.gather(1, targets_N[:, None]).squeeze(1), entropy_N
 
@@ -40,21 +48,25 @@ def random_head(
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("softcap", [None, 2.5])  # of logits up to 10
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 100])
 def test_values_and_gradients_equal_the_twin(
-    dtype: torch.dtype, atol: float, temperature: float, chunk_tokens: int
+    dtype: torch.dtype, atol: float, temperature: float, softcap: float | None, chunk_tokens: int
 ) -> None:
     hidden, weight, bias, targets_N, grad_N = random_head(dtype)
-    leaves = (hidden, weight, bias)
-    naive = naive_logprobs(hidden, weight, targets_N, temperature=temperature, bias_V=bias)
-    chunked = chunked_logprobs(
-        hidden, weight, targets_N, temperature=temperature, chunk_tokens=chunk_tokens, bias_V=bias
-    )
-    torch.testing.assert_close(chunked, naive, rtol=1e-6, atol=atol)
+    leaves, options = (hidden, weight, bias), {"temperature": temperature, "softcap": softcap}
+    naive = naive_logprobs(hidden, weight, targets_N, bias_V=bias, **options)
     expected = torch.autograd.grad(naive[0], leaves, grad_N)
-    torch.testing.assert_close(torch.autograd.grad(chunked[0], leaves, grad_N), expected, rtol=1e-5, atol=atol)
     assert min(g.abs().max().item() for g in expected) > 0.1
-    assert (chunked[0].dtype, chunked[1].requires_grad) == (dtype, False)
+    trained = chunked_logprobs(hidden, weight, targets_N, chunk_tokens=chunk_tokens, bias_V=bias, **options)
+    frozen = chunked_logprobs(
+        hidden, weight.detach(), targets_N, chunk_tokens=chunk_tokens, bias_V=bias.detach(), **options
+    )
+    for chunked, wanted in ((trained, leaves), (frozen, leaves[:1])):
+        torch.testing.assert_close(chunked, naive, rtol=1e-6, atol=atol)
+        grads = torch.autograd.grad(chunked[0], wanted, grad_N)
+        torch.testing.assert_close(grads, expected[: len(wanted)], rtol=1e-5, atol=atol)
+        assert (chunked[0].dtype, chunked[1].requires_grad) == (dtype, False)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
@@ -71,14 +83,28 @@ def test_sixteen_bits_stay_close_to_the_twin(dtype: torch.dtype, atol: float) ->
     for grad, target in zip(grads, exact, strict=True):
         assert grad.dtype == dtype
         assert (grad.double() - target).abs().max() < atol * target.abs().max()
+    frozen = chunked_logprobs(hidden, weight.detach(), targets_N, chunk_tokens=8)
+    torch.testing.assert_close(torch.autograd.grad(frozen[0], hidden, grad_N)[0], grads[0], rtol=0, atol=atol)
 
 
-def test_hidden_in_fp32_meets_a_bf16_head() -> None:
+@pytest.mark.parametrize(("hidden_dtype", "head_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_hidden_states_and_head_of_two_dtypes(
+    hidden_dtype: torch.dtype, head_dtype: torch.dtype | None, trained: bool
+) -> None:
+    """The gradient has the dtype of the hidden states and is as exact as the narrower of the two allows."""
     hidden, weight, _, targets_N, grad_N = random_head(torch.bfloat16)
-    wide_hidden = hidden.detach().float().requires_grad_()
-    chunked = chunked_logprobs(wide_hidden, weight.detach(), targets_N, chunk_tokens=8)
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    weight = weight.detach().to(head_dtype or torch.float32).requires_grad_(trained)
+    chunked = chunked_logprobs(hidden, weight, targets_N, chunk_tokens=8)
     torch.testing.assert_close(chunked, naive_logprobs(hidden, weight, targets_N), rtol=0, atol=1e-5)
-    assert torch.autograd.grad(chunked[0], wide_hidden, grad_N)[0].dtype == torch.float32
+    (grad,) = torch.autograd.grad(chunked[0], hidden, grad_N)
+    exact_leaf = hidden.detach().double().requires_grad_()
+    exact_N, _ = naive_logprobs(exact_leaf, weight.detach().double(), targets_N)
+    (exact,) = torch.autograd.grad(exact_N, exact_leaf, grad_N.double())
+    assert grad.dtype == hidden_dtype
+    atol = 2.0**-8 if head_dtype is None else 0.03  # one rounding of the result, or 16-bit logits too
+    assert (grad.double() - exact).abs().max() < atol * exact.abs().max()
 
 
 def test_frozen_head_gets_no_gradient() -> None:
@@ -92,6 +118,67 @@ def test_frozen_head_gets_no_gradient() -> None:
     torch.testing.assert_close(hidden.grad, expected, rtol=1e-5, atol=1e-5)
 
 
+class Products(TorchDispatchMode):
+    """Counts the matrix products that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("trained", "in_forward", "in_backward"), [(False, 2, 0), (True, 1, 3)])
+def test_matrix_products_of_a_chunk(trained: bool, in_forward: int, in_backward: int) -> None:
+    hidden, weight, _, targets_N, _ = random_head(torch.float32)
+    weight.requires_grad_(trained)
+    with Products() as forward:
+        logprobs_N, _ = chunked_logprobs(hidden, weight, targets_N)
+    with Products() as backward:
+        logprobs_N.sum().backward()
+    assert (forward.count, backward.count) == (in_forward, in_backward)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_without_gradients_there_is_one_product_and_nothing_is_kept(trained: bool) -> None:
+    hidden, weight, _, targets_N, _ = random_head(torch.float32)
+    weight.requires_grad_(trained)
+    expected = chunked_logprobs(hidden, weight, targets_N)
+    with torch.no_grad(), Products() as products, LiveBytes() as live:
+        chunked = chunked_logprobs(hidden, weight, targets_N)
+    assert (products.count, live.live_bytes) == (1, 2 * 4 * len(targets_N))
+    assert not chunked[0].requires_grad
+    with Products() as products:
+        detached = chunked_logprobs(hidden.detach(), weight.detach(), targets_N)
+    assert (products.count, detached[0].requires_grad) == (1, False)
+    for values in (chunked, detached):
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_second_backward_finds_what_was_kept_unchanged(trained: bool) -> None:
+    hidden, weight, _, targets_N, grad_N = random_head(torch.float32)
+    logprobs_N, _ = chunked_logprobs(hidden, weight.requires_grad_(trained), targets_N, chunk_tokens=8)
+    first, second, doubled = (
+        torch.autograd.grad(logprobs_N, hidden, grad, retain_graph=True)[0] for grad in (grad_N, grad_N, 2 * grad_N)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(2 * first, doubled)
+
+
+def test_trained_bias_alone_on_a_frozen_weight() -> None:
+    hidden, weight, bias, targets_N, grad_N = random_head(torch.float64)
+    leaves = (hidden, bias)
+    chunked_N, _ = chunked_logprobs(hidden, weight.detach(), targets_N, bias_V=bias, softcap=3.0, chunk_tokens=8)
+    naive_N, _ = naive_logprobs(hidden, weight, targets_N, bias_V=bias, softcap=3.0)
+    grads, expected = (torch.autograd.grad(values_N, leaves, grad_N) for values_N in (chunked_N, naive_N))
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
+
+
 def test_trained_head_on_frozen_hidden_states() -> None:
     hidden, weight, _, targets_N, grad_N = random_head(torch.float64)
     chunked_logprobs(hidden.detach(), weight, targets_N)[0].backward(grad_N)
@@ -100,18 +187,23 @@ def test_trained_head_on_frozen_hidden_states() -> None:
     assert hidden.grad is None
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("trained", [False, True])
+def test_gradcheck(softcap: float | None, trained: bool) -> None:
     hidden, weight, bias, targets_N, _ = random_head(torch.float64, n=5, v=7, h=3)
 
     def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return chunked_logprobs(hidden, weight, targets_N, temperature=0.7, chunk_tokens=2, bias_V=bias)[0]
+        options = {"temperature": 0.7, "chunk_tokens": 2, "softcap": softcap}
+        return chunked_logprobs(hidden, weight, targets_N, bias_V=bias, **options)[0]
 
-    assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
+    head = (weight.requires_grad_(trained), bias.requires_grad_(trained))
+    assert torch.autograd.gradcheck(logprobs, (hidden, *head))
 
 
-def test_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_second_derivative_is_refused(trained: bool) -> None:
     hidden, weight, _, targets_N, _ = random_head(torch.float64, n=3)
-    logprobs_N, _ = chunked_logprobs(hidden, weight, targets_N)
+    logprobs_N, _ = chunked_logprobs(hidden, weight.requires_grad_(trained), targets_N)
     (grad,) = torch.autograd.grad(logprobs_N.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
@@ -128,6 +220,17 @@ def test_temperature_divides_the_logits(logits: list[float], temperature: float,
     assert logprobs_N.item() == pytest.approx(expected, abs=5e-5 if temperature == 0.5 else 1e-6)
 
 
+def test_softcap_comes_before_the_temperature() -> None:
+    # cap 2 on [2, 0]: 2 tanh(1) = 1.523188 against 0; halved by T 2 it is .761594, and logp = -log(1 + e^-.761594)
+    hidden_N_H = torch.ones(1, 1, requires_grad=True)
+    weight_V_H = torch.tensor([[2.0], [0.0]])
+    logprobs_N, _ = chunked_logprobs(hidden_N_H, weight_V_H, torch.tensor([0]), temperature=2.0, softcap=2.0)
+    logprobs_N.sum().backward()
+    assert logprobs_N.item() == pytest.approx(-0.383166, abs=1e-6)
+    # (1 - p) / T * (1 - tanh(1)^2) * (2 - 0) = .318300 / 2 * .419974 * 2; the other word's weight is 0
+    assert hidden_N_H.grad.item() == pytest.approx(0.133678, abs=1e-6)
+
+
 def test_entropy_is_that_of_the_tempered_distribution() -> None:
     # logits [2, 0, 0] at T .5 are [4, 0, 0]: p0 = e^4 / (e^4 + 2) = .964663, the others .017668 each
     weight_V_H = torch.tensor([[2.0], [0.0], [0.0]])
@@ -139,16 +242,33 @@ def test_entropy_is_that_of_the_tempered_distribution() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_confident_token_keeps_its_gradient(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_confident_token_keeps_its_gradient(dtype: torch.dtype, trained: bool) -> None:
     """Logits [40, 0]: logp = -log1p(e^-40) = -4.248354e-18, and d logp / d hidden = (1 - p) * (40 - 0)."""
     hidden_N_H = torch.ones(1, 1, dtype=dtype, requires_grad=True)
-    weight_V_H = torch.tensor([[40.0], [0.0]], dtype=dtype, requires_grad=True)
+    weight_V_H = torch.tensor([[40.0], [0.0]], dtype=dtype, requires_grad=trained)
     logprobs_N, entropy_N = chunked_logprobs(hidden_N_H, weight_V_H, torch.tensor([0]))
     assert logprobs_N.item() == pytest.approx(-4.248354e-18, rel=1e-5)
     assert entropy_N.item() == pytest.approx(41 * 4.248354e-18, rel=1e-4)
     (logprobs_N * 1e15).sum().backward()  # fp16 cannot hold 1e-16 in the result itself
     assert hidden_N_H.grad.item() == pytest.approx(40 * 4.248354e-3, rel=1e-2)
-    assert weight_V_H.grad.flatten().tolist() == pytest.approx([4.248354e-3, -4.248354e-3], rel=1e-2)
+    if trained:
+        assert weight_V_H.grad.flatten().tolist() == pytest.approx([4.248354e-3, -4.248354e-3], rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("trained", [False, True])
+def test_confident_token_under_a_softcap_keeps_its_gradient(dtype: torch.dtype, trained: bool) -> None:
+    """Logits [40, 0] under a cap of 30 are [30 tanh(4/3), 0] = [26.101850, 0]; the slope there is 1 - tanh(4/3)^2."""
+    hidden_N_H = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    weight_V_H = torch.tensor([[40.0], [0.0]], dtype=dtype, requires_grad=trained)
+    logprobs_N, _ = chunked_logprobs(hidden_N_H, weight_V_H, torch.tensor([0]), softcap=30.0)
+    rest, slope = math.exp(-30 * math.tanh(4 / 3)), 1 - math.tanh(4 / 3) ** 2
+    assert logprobs_N.item() == pytest.approx(-rest, rel=1e-5)
+    (logprobs_N * 1e9).sum().backward()
+    assert hidden_N_H.grad.item() == pytest.approx(40e9 * rest * slope, rel=1e-2)
+    if trained:
+        assert weight_V_H.grad.flatten().tolist() == pytest.approx([1e9 * rest * slope, -1e9 * rest], rel=1e-2)
 
 
 def test_the_textbook_form_loses_that_gradient() -> None:
@@ -186,7 +306,7 @@ def test_no_tokens() -> None:
     assert hidden.grad.abs().max() == weight.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"chunk_tokens": 0}])
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"chunk_tokens": 0}, {"softcap": 0.0}, {"softcap": -30.0}])
 def test_refuses_what_cannot_divide(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         chunked_logprobs(torch.ones(1, 1), torch.ones(2, 1), torch.tensor([0]), **wrong)
@@ -195,21 +315,49 @@ def test_refuses_what_cannot_divide(wrong: dict[str, float]) -> None:
 N, V, H = 512, 2000, 16
 
 
-@pytest.mark.parametrize(("dtype", "backward_factor"), [(torch.float32, 4), (torch.bfloat16, 6)])
-def test_peak_bytes_follow_the_chunk(dtype: torch.dtype, backward_factor: int) -> None:
-    """chunk x V x 8 in the forward, x 4 or x 6 in the backward, plus (N,) numbers and (N, H) gradients."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_peak_bytes_of_a_frozen_head_follow_the_chunk(dtype: torch.dtype, softcap: float | None) -> None:
+    """chunk x V x 8 in the forward, no logits at all in the backward, plus (N,) numbers and (N, H) products."""
     hidden_N_H = torch.zeros(N, H, dtype=dtype, requires_grad=True)
     weight_V_H, targets_N = torch.zeros(V, H, dtype=dtype), torch.zeros(N, dtype=torch.long)
     small = 64 * N + 16 * N * H
     for chunk_tokens in (512, 128, 32):
         with LiveBytes() as forward:
-            logprobs_N, entropy_N = chunked_logprobs(hidden_N_H, weight_V_H, targets_N, chunk_tokens=chunk_tokens)
+            logprobs_N, entropy_N = chunked_logprobs(
+                hidden_N_H, weight_V_H, targets_N, chunk_tokens=chunk_tokens, softcap=softcap
+            )
         assert 0 <= forward.peak_bytes - 8 * chunk_tokens * V < small
-        # log-probs and entropies are the caller's, one fp32 per token is kept: no logits wait for the backward
+        # the caller's log-probs and entropies, and as many bytes as the hidden states have
+        assert forward.live_bytes == 2 * 4 * N + hidden_N_H.nbytes
+        with LiveBytes() as backward:
+            logprobs_N.backward(torch.ones(N))
+        assert backward.peak_bytes < small
+        del logprobs_N, entropy_N
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "backward_factor"),
+    [(torch.float32, None, 4), (torch.bfloat16, None, 6), (torch.float32, 30.0, 8), (torch.bfloat16, 30.0, 8)],
+)
+def test_peak_bytes_of_a_trained_head_follow_the_chunk(
+    dtype: torch.dtype, softcap: float | None, backward_factor: int
+) -> None:
+    """chunk x V x 8 in the forward, x 4 to x 8 in the backward, plus (N,) numbers, (N, H) and (V, H) gradients."""
+    hidden_N_H = torch.zeros(N, H, dtype=dtype, requires_grad=True)
+    weight_V_H, targets_N = torch.zeros(V, H, dtype=dtype, requires_grad=True), torch.zeros(N, dtype=torch.long)
+    small = 64 * N + 16 * N * H
+    for chunk_tokens in (512, 128):
+        with LiveBytes() as forward:
+            logprobs_N, entropy_N = chunked_logprobs(
+                hidden_N_H, weight_V_H, targets_N, chunk_tokens=chunk_tokens, softcap=softcap
+            )
+        assert 0 <= forward.peak_bytes - 8 * chunk_tokens * V < small
+        # the caller's log-probs and entropies, one fp32 per token is kept: no logits wait for the backward
         assert forward.live_bytes == 3 * 4 * N
         with LiveBytes() as backward:
             logprobs_N.backward(torch.ones(N))
-        assert 0 <= backward.peak_bytes - backward_factor * chunk_tokens * V < small
+        assert 0 <= backward.peak_bytes - backward_factor * chunk_tokens * V - 4 * V * H < small
         del logprobs_N, entropy_N
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+import lowmem_grpo.rollout.sampling
+from lowmem_grpo.memory.live import LiveBytes
 from lowmem_grpo.rollout import keyed_uniform, sample_tokens
+from lowmem_grpo.rollout.sampling import BLOCK_WORDS, nonfinite_rows
 from lowmem_grpo.types import SamplingParams
 
 WORD = 1 << 64
@@ -51,7 +55,24 @@ def shares(probabilities: list[float], sampling: SamplingParams, steps: int = 20
     return (torch.bincount(tokens_B, minlength=len(probabilities)) / steps).tolist()
 
 
+def plain_draw(logits_B_V: torch.Tensor, uniforms_B: list[float], temperature: float) -> tuple[list[int], torch.Tensor]:
+    """Tokens and log-probs by one running sum in fp64 over the whole of each row."""
+    weights_B_V = ((logits_B_V - logits_B_V.amax(1, keepdim=True)) / temperature).exp().double()
+    running_B_V = weights_B_V.cumsum(1)
+    tokens = [
+        next(v for v, passed in enumerate(running.tolist()) if passed > uniform * running[-1].item())
+        for running, uniform in zip(running_B_V, uniforms_B, strict=True)
+    ]
+    rows_B = torch.arange(len(tokens))
+    return tokens, (weights_B_V[rows_B, tokens] / running_B_V[:, -1]).log()
+
+
+def uniforms_of(count: int, key: int = 0) -> list[float]:
+    return [keyed_uniform(key, 0, 0, 0, i) for i in range(count)]
+
+
 PLAIN = SamplingParams(max_new_tokens=1)
+SIZES = (1, 2, BLOCK_WORDS - 1, BLOCK_WORDS, BLOCK_WORDS + 1, 2 * BLOCK_WORDS, 1000)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +159,126 @@ def test_a_rare_token_of_a_large_vocabulary_keeps_its_share() -> None:
     uniforms = [below - 1e-10, below + 4e-10, below + 1.1e-9]
     tokens_B, _ = sample_tokens(probs_V.log().expand(3, -1), uniforms, PLAIN)
     assert tokens_B.tolist() == [49_999, 50_000, 50_001]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_a_draw_by_blocks_equals_one_running_sum(
+    size: int, temperature: float, dtype: torch.dtype, atol: float
+) -> None:
+    logits_B_V = torch.randn(200, size, generator=torch.Generator().manual_seed(size), dtype=dtype)
+    uniforms = uniforms_of(200, size)
+    tokens_B, logprobs_B = sample_tokens(logits_B_V, uniforms, SamplingParams(1, temperature=temperature))
+    expected, logprobs_expected_B = plain_draw(logits_B_V, uniforms, temperature)
+    assert tokens_B.tolist() == expected
+    assert logprobs_B.dtype == dtype
+    torch.testing.assert_close(logprobs_B.double(), logprobs_expected_B, rtol=0, atol=atol)
+
+
+def test_logits_of_sixteen_bits_give_log_probs_of_fp32() -> None:
+    logits_B_V = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.bfloat16)
+    for temperature in (0.0, 1.0):
+        tokens_B, logprobs_B = sample_tokens(logits_B_V, [0.1], SamplingParams(1, temperature=temperature))
+        assert (tokens_B.item(), logprobs_B.dtype) == (0, torch.float32)
+        assert logprobs_B.item() == pytest.approx(-0.440190, abs=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 5, 9, 10])
+def test_tokens_at_the_borders_of_blocks(block: int) -> None:
+    # weights 0 1 2 | 0 0 4 | 0 0 0 | 1 add up to 8; the bars are the borders of blocks of 3
+    weights_V = torch.tensor([0, 1, 2, 0, 0, 4, 0, 0, 0, 1], dtype=torch.float64)
+    cases = {2.0**-53: 1, 0.1249: 1, 0.125: 2, 0.3749: 2, 0.375: 5, 0.8749: 5, 0.875: 9, BELOW_ONE: 9}
+    with mock.patch.object(lowmem_grpo.rollout.sampling, "BLOCK_WORDS", block):
+        tokens_B, logprobs_B = sample_tokens(weights_V.log().expand(len(cases), -1), list(cases), PLAIN)
+    assert tokens_B.tolist() == list(cases.values())
+    torch.testing.assert_close(logprobs_B, (weights_V[tokens_B] / 8).log(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size > 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_uniforms_take_the_first_and_the_last_token_that_can_be_drawn(size: int, dtype: torch.dtype) -> None:
+    logits_V = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    support = [3, *range(100, min(size, BLOCK_WORDS) - 2), *range(BLOCK_WORDS + 7, size - 5)]
+    logits_V[[v for v in range(size) if v not in support]] = -math.inf
+    tokens_B, _ = sample_tokens(logits_V.expand(4, -1), [0.0, 2.0**-53, BELOW_ONE, 1.0], PLAIN)
+    assert tokens_B.tolist() == [support[0], support[0], support[-1], support[-1]]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_rounding_leads_past_the_last_word(size: int) -> None:
+    logits_B_V = torch.randn(300, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    tokens_B, _ = sample_tokens(logits_B_V, [BELOW_ONE] * 300, PLAIN)
+    assert tokens_B.tolist() == [size - 1] * 300
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1 / 3, 0.7, 1.0]), min_size=1, max_size=20).filter(any),
+    block=st.integers(1, 21),
+    word=st.integers(0, 20),
+    ulps=st.integers(-2, 2),
+)
+def test_a_uniform_within_rounding_of_a_border(weights: list[float], block: int, word: int, ulps: int) -> None:
+    """Never a token of probability 0, and one whose share of (0, 1) has the uniform within rounding."""
+    total = math.fsum(weights)
+    uniform = math.fsum(weights[:word]) / total + ulps * 2.0**-53
+    uniform = min(max(uniform, 2.0**-53), BELOW_ONE)
+    logits_B_V = torch.tensor([weights], dtype=torch.float64).log()
+    with mock.patch.object(lowmem_grpo.rollout.sampling, "BLOCK_WORDS", block):
+        token = sample_tokens(logits_B_V, [uniform], PLAIN)[0].item()
+    assert weights[token] > 0
+    assert math.fsum(weights[:token]) / total - 1e-14 < uniform < math.fsum(weights[: token + 1]) / total + 1e-14
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sampling", [PLAIN, SamplingParams(1, temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_alone_and_among_others_gives_the_same_bits(
+    size: int, sampling: SamplingParams, dtype: torch.dtype
+) -> None:
+    logits_B_V = torch.randn(19, size, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    uniforms = uniforms_of(19)
+    tokens_B, logprobs_B = sample_tokens(logits_B_V, uniforms, sampling)
+    for rows in (1, 2, 7):
+        parts = [
+            sample_tokens(logits_B_V[i : i + rows].clone(), uniforms[i : i + rows], sampling)
+            for i in range(0, 19, rows)
+        ]
+        assert torch.equal(torch.cat([tokens for tokens, _ in parts]), tokens_B)
+        assert torch.equal(torch.cat([logprobs for _, logprobs in parts]), logprobs_B)
+
+
+def test_frequencies_over_several_blocks() -> None:
+    """20 000 keyed draws from 600 words, of every probability between 2^-4 and 0."""
+    logits_V = torch.linspace(0, -12, 600)
+    logits_V[[255, 256, 599]] = -math.inf
+    tokens_B, _ = sample_tokens(logits_V.expand(20_000, -1), uniforms_of(20_000), PLAIN)
+    counts_V = torch.bincount(tokens_B, minlength=600).double()
+    expected_V = torch.softmax(logits_V.double(), 0) * 20_000
+    assert counts_V[expected_V == 0].sum() == 0
+    # classes of at least 5 expected draws, as the test wants them
+    often_V = expected_V >= 5
+    observed = [*counts_V[often_V].tolist(), counts_V[~often_V].sum().item()]
+    expected = [*expected_V[often_V].tolist(), expected_V[~often_V].sum().item()]
+    assert stats.chisquare(observed, expected).pvalue > 0.001
+
+
+def test_a_draw_needs_one_copy_of_the_logits() -> None:
+    logits_B_V = torch.randn(16, 20_000)
+    with LiveBytes() as live:
+        sample_tokens(logits_B_V, uniforms_of(16), SamplingParams(1, temperature=0.7))
+    assert logits_B_V.nbytes <= live.peak_bytes < 1.25 * logits_B_V.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("word", [0, 500, 999])
+def test_rows_with_a_logit_that_is_not_finite_are_named(dtype: torch.dtype, wrong: float, word: int) -> None:
+    logits_B_V = torch.randn(6, 1000).to(dtype)
+    assert nonfinite_rows(logits_B_V) == []
+    logits_B_V[[1, 4], word] = wrong
+    logits_B_V[4, 3] = -math.inf
+    assert nonfinite_rows(logits_B_V) == [1, 4]
 
 
 @pytest.mark.parametrize(
