@@ -5,12 +5,16 @@
 A function that gives None for every answer of a group is left out of that group. One that gives None for some answers
 of a group makes the total of those None: they leave the statistics. Where every function is left out the totals are
 None. A failure (an exception, a time-out, a crash, NaN) is a None that is counted and shown.
+
+A step is what is scored between two updates (or one call of `score`). Statistics, and the rules by which a function
+that fails ends the run, look at whole steps, however many calls a step is made of.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import statistics
 import sys
@@ -34,6 +38,7 @@ from lowmem_grpo.rewards.base import (
     call_function,
     text_of,
 )
+from lowmem_grpo.rewards.overlap import OverlappedScoring
 from lowmem_grpo.rewards.process import RewardProcess
 from lowmem_grpo.rewards.registry import REWARDS
 from lowmem_grpo.types import Group, Problem, ScoredGroup
@@ -44,10 +49,10 @@ TAKEN_LABELS = frozenset({"mean", "within_group_std"})
 """`reward/<label>` is a metric, and these two are other metrics."""
 
 HOPELESS_TIMEOUTS = 3
-"""After so many time-outs of single answers, and no success in the call, the other answers are not tried."""
+"""After so many time-outs of single answers, and no success in the step, its other answers are not tried."""
 
-FAILED_CALLS_IN_A_ROW = 3
-"""So many scoring calls in a row in which a function failed on every answer stop the run."""
+FAILED_STEPS_IN_A_ROW = 3
+"""So many steps in a row in which a function failed on every answer stop the run."""
 
 RENDERED = "prompt_texts"
 """The rendered prompts, for built-ins that look at what the template wrote. TRL has no such argument, so user
@@ -84,13 +89,56 @@ class _Function:
     call: Callable[[Mapping[str, Any], int], Scores | Failure]
     home: Literal["builtin", "file", "memory"]
     builtin: Builtin | None = None
+    end_call: Callable[[], None] | None = None
     succeeded: bool = False
-    failed_calls: int = 0
-    last: Statistics = field(default_factory=lambda: {"mean": None, "std": None, "seconds": 0.0, "failures": 0})
+    failed_steps: int = 0
+    last: Statistics = field(default_factory=lambda: _Tally().summary())
 
     @property
     def columns(self) -> frozenset[str]:
         return self.builtin.needs if self.builtin is not None else self.signature.columns(self.spec.args)
+
+    def may_fail(self, failed_steps: int) -> bool:
+        """Whether the run goes on when the function fails on every answer of so many steps in a row."""
+        return self.succeeded and failed_steps < FAILED_STEPS_IN_A_ROW
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one function did in one step; `held` are kinds of failure that nobody was told of yet."""
+
+    values: list[float | None] = field(default_factory=list)
+    failures: int = 0
+    seconds: float = 0.0
+    timeouts: int = 0
+    last_failure: Failure | None = None
+    held: list[Failure] = field(default_factory=list)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.failures < len(self.values)
+
+    @property
+    def hopeless(self) -> bool:
+        return self.timeouts >= HOPELESS_TIMEOUTS and not self.succeeded
+
+    def add(self, scores: Scores) -> Scores:
+        self.values += scores.values
+        self.failures += sum(error is not None for error in scores.errors)
+        return scores
+
+    def summary(self) -> Statistics:
+        known = [value for value in self.values if value is not None]
+        return {
+            "mean": statistics.fmean(known) if known else None,
+            "std": statistics.pstdev(known) if known else None,
+            "seconds": self.seconds,
+            "failures": self.failures,
+        }
+
+
+class _Dropped(Exception):
+    """Ends the thread of a step that nobody waits for any more."""
 
 
 class Rubric:
@@ -99,7 +147,7 @@ class Rubric:
     Construction loads everything: a wrong name, file, function, option or argument raises PluginError or ConfigError.
     `functions` are callables by name (from a notebook cell); they run in this process, without a time limit, and
     `warnings` says so. `on_problem(label, traceback)` hears of each kind of failure once; `on_output` gets the lines
-    that user files print. Both write to stderr unless given.
+    that user files print. Both write to stderr unless given, and are called from other threads than the caller's.
     """
 
     def __init__(
@@ -119,6 +167,7 @@ class Rubric:
         self._process = RewardProcess(on_output or _print_line)
         self._loop = AsyncLoop()
         self._shown: set[tuple[str, str]] = set()
+        self._scoring: OverlappedScoring | None = None
         try:
             labels = _labels(specs)
             self._functions = [self._load(spec, label) for spec, label in zip(specs, labels, strict=True)]
@@ -139,7 +188,8 @@ class Rubric:
         in_memory = (function.label for function in self._functions if function.home == "memory")
         return tuple(
             f"reward '{label}' is a function of this process: it has no time limit, an endless loop or a crash in it "
-            "ends the run, and the run folder cannot keep its code; put it into a file to be safe"
+            "ends the run, it runs in a thread where time limits by signals do not work, and the run folder cannot "
+            "keep its code; put it into a file to be safe"
             for label in in_memory
         )
 
@@ -158,8 +208,21 @@ class Rubric:
         return all(checker.parseable_gold(value) for checker in builtins if isinstance(checker, AnswerChecker))
 
     def statistics(self) -> dict[str, Statistics]:
-        """By label, of the last `score` call: `mean` and `std` (ddof 0; None without scores), `seconds`, `failures`."""
+        """By label, of the last step: `mean` and `std` (ddof 0; None without scores), `seconds`, `failures`."""
         return {function.label: dict(function.last) for function in self._functions}
+
+    def state(self) -> dict[str, Any]:
+        """What decides whether a failing function ends the run, as JSON values for a checkpoint."""
+        return {
+            "succeeded": [function.label for function in self._functions if function.succeeded],
+            "failed_steps": {function.label: function.failed_steps for function in self._functions},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` gave; a label that is new starts afresh, one that is gone is ignored."""
+        for function in self._functions:
+            function.succeeded = function.label in state["succeeded"]
+            function.failed_steps = state["failed_steps"].get(function.label, 0)
 
     def close(self) -> None:
         """Ends the child process and the event loop; the rubric is of no use afterwards."""
@@ -218,19 +281,61 @@ class Rubric:
     ) -> _Function:
         signature = self._process.load(label, spec.name, self._base_dir, spec.args)
         call = functools.partial(self._process.call, label, timeout_s=spec.timeout_s)
-        return _Function(label, spec, signature, call, home, builtin)
+        return _Function(label, spec, signature, call, home, builtin, self._process.close)
 
     # Scoring
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Scores all answers of the groups, each function in one call with the data set columns repeated per answer.
 
-        Raises RewardFailed when a function returns a wrong number of scores, fails on every answer of a call without
-        ever having succeeded, or does so three calls in a row.
+        Raises RewardFailed when a function returns a wrong number of scores, fails on every answer of a step without
+        ever having succeeded, or does so three steps in a row.
         """
+        step = self._begin()
+        try:
+            scored = step.ask(groups)
+            step.close()
+        finally:
+            step.drop()
+        return scored
+
+    def scoring(self, problem_count: int) -> OverlappedScoring:
+        """A step of so many groups, each handed over (and asked about in a call of its own) when it is sampled.
+
+        Raises RewardFailed as `score` does.
+        """
+        self._scoring = OverlappedScoring(self._begin(), problem_count)
+        return self._scoring
+
+    def _begin(self) -> _Step:
+        if self._scoring is not None:  # never two calls at once: user functions need not be thread safe
+            self._scoring.settle()
+        return _Step(self._functions, self._show)
+
+    def _show(self, label: str, failure: Failure) -> None:
+        if (label, failure.line) not in self._shown:
+            self._shown.add((label, failure.line))
+            self._on_problem(label, failure.traceback)
+
+
+class _Step:
+    """The calls of one step, first `ask` as often as there is something to score, then `close`; `drop` at the end.
+
+    While a function has nothing but failures and so may end the run, they are held back: RewardFailed would print the
+    same traceback again. `drop` tells what RewardFailed did not.
+    """
+
+    def __init__(self, functions: Sequence[_Function], show: Callable[[str, Failure], None]) -> None:
+        self._tallies = [(function, _Tally()) for function in functions]
+        self._show = show
+        self._running: _Function | None = None
+        self._is_dropped = False
+
+    def ask(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Scores the groups, each function in one call. Raises RewardFailed for a wrong number of scores."""
         inputs = _flatten(groups)
-        by_label = {function.label: self._run(function, inputs) for function in self._functions}
-        weights = {function.label: function.spec.weight for function in self._functions}
+        by_label = {function.label: self._score(function, tally, inputs) for function, tally in self._tallies}
+        weights = {function.label: function.spec.weight for function, _ in self._tallies}
         scored, at = [], 0
         for group in groups:
             part = slice(at, at := at + len(group.rollouts))
@@ -239,63 +344,107 @@ class Rubric:
             scored.append(ScoredGroup(group, MappingProxyType(values), _totals(values, weights), _join_errors(errors)))
         return scored
 
-    def _run(self, function: _Function, inputs: Mapping[str, list[Any]]) -> Scores:
+    def close(self) -> None:
+        """Notes the statistics. Raises RewardFailed for a function that failed once too often on every answer."""
+        for function, tally in self._tallies:
+            function.last = tally.summary()
+        for function, tally in self._tallies:
+            _judge(function, tally)
+
+    def drop(self) -> None:
+        """Tells what was held back, and ends an `ask` in another thread as soon as its call is over."""
+        self._is_dropped = True
+        for function, tally in self._tallies:
+            self._tell(function, tally)
+
+    def end_call(self) -> bool:
+        """Ends the call that is running; False for one in this process, which nobody can end."""
+        function = self._running
+        if function is None:  # between two calls, so `drop` has ended it
+            return True
+        if function.end_call is None:
+            return False
+        function.end_call()
+        return True
+
+    def _score(self, function: _Function, tally: _Tally, inputs: Mapping[str, list[Any]]) -> Scores:
         count = len(inputs["prompts"])
         if count == 0:
             return Scores((), ())
         started = time.monotonic()
-        scores, trace = self._ask(function, _select(function, inputs), count)
-        failures = sum(error is not None for error in scores.errors)
-        function.last = _summary(scores, failures, time.monotonic() - started)
-        if failures < count:
-            function.succeeded, function.failed_calls = True, 0
-            return scores
-        function.failed_calls += 1
-        if not function.succeeded or function.failed_calls >= FAILED_CALLS_IN_A_ROW:
-            times = "" if function.failed_calls == 1 else f", {function.failed_calls} calls in a row"
-            raise RewardFailed(f"reward '{function.label}' failed on every one of {count} answers{times}:\n{trace}")
+        scores = self._try(function, tally, _select(function, inputs), count)
+        tally.seconds += time.monotonic() - started
         return scores
 
-    def _ask(self, function: _Function, inputs: Mapping[str, list[Any]], count: int) -> tuple[Scores, str]:
-        """The scores and the last traceback; one answer is asked at a time when the call for all of them fails."""
-        result = function.call(inputs, count)
-        if isinstance(result, Failure) and count > 1:
-            hint = f"\n({count} answers in one call; each is tried alone now, a larger timeout_s allows slower calls)"
-            self._show(function.label, result.line, result.traceback + hint * result.timed_out)
-            return self._ask_each(function, inputs, count)
-        return self._read(function.label, result)
+    def _try(self, function: _Function, tally: _Tally, inputs: Mapping[str, list[Any]], count: int) -> Scores:
+        """One call for all answers, and one for each answer when that fails."""
+        if tally.hopeless:
+            error = f"not tried: the first {HOPELESS_TIMEOUTS} answers ran out of time"
+            return tally.add(Scores((None,) * count, (error,) * count))
+        result = self._call(function, inputs, count)
+        if isinstance(result, Scores) or count == 1:
+            return self._take(function, tally, result)
+        hint = f"\n({count} answers in one call; each is tried alone now, a larger timeout_s allows slower calls)"
+        self._hold(function, tally, Failure(result.line, result.traceback + hint * result.timed_out))
+        ones = [{name: column[i : i + 1] for name, column in inputs.items()} for i in range(count)]
+        parts = [self._try(function, tally, one, 1) for one in ones]
+        chain = itertools.chain.from_iterable
+        return Scores(tuple(chain(part.values for part in parts)), tuple(chain(part.errors for part in parts)))
 
-    def _ask_each(self, function: _Function, inputs: Mapping[str, list[Any]], count: int) -> tuple[Scores, str]:
-        values: list[float | None] = []
-        errors: list[str | None] = []
-        trace, timeouts = "", 0
-        for i in range(count):
-            if timeouts == i == HOPELESS_TIMEOUTS:
-                values += [None] * (count - i)
-                errors += [f"not tried: the first {i} answers ran out of time"] * (count - i)
-                break
-            result = function.call({name: column[i : i + 1] for name, column in inputs.items()}, 1)
-            timeouts += isinstance(result, Failure) and result.timed_out
-            scores, new_trace = self._read(function.label, result)
-            values += scores.values
-            errors += scores.errors
-            trace = new_trace or trace
-        return Scores(tuple(values), tuple(errors)), trace
+    def _call(self, function: _Function, inputs: Mapping[str, list[Any]], count: int) -> Scores | Failure:
+        self._running = function  # before the look at `_is_dropped`: one of the two threads sees what the other did
+        try:
+            self._check_dropped()
+            result = function.call(inputs, count)
+        finally:
+            self._running = None
+        self._check_dropped()  # then the result may be that of a killed child
+        return result
 
-    def _read(self, label: str, result: Scores | Failure) -> tuple[Scores, str]:
-        """The result as scores and the last traceback in it, after showing what is new in it."""
+    def _check_dropped(self) -> None:
+        if self._is_dropped:
+            raise _Dropped
+
+    def _take(self, function: _Function, tally: _Tally, result: Scores | Failure) -> Scores:
+        """The result as scores, after counting them and telling or holding back what failed in it."""
         if isinstance(result, Failure):
-            self._show(label, result.line, result.traceback)
-            return Scores((None,), (result.line,)), result.traceback
-        lines = [line for line in result.errors if line is not None]
-        for line in lines:
-            self._show(label, line, line)
-        return result, lines[-1] if lines else ""
+            tally.timeouts += result.timed_out
+            failures, scores = [result], Scores((None,), (result.line,))
+        else:
+            failures, scores = [Failure(line, line) for line in result.errors if line is not None], result
+        tally.add(scores)
+        for failure in failures:
+            tally.last_failure = failure
+        self._hold(function, tally, *failures)
+        return scores
 
-    def _show(self, label: str, line: str, trace: str) -> None:
-        if (label, line) not in self._shown:
-            self._shown.add((label, line))
-            self._on_problem(label, trace)
+    def _hold(self, function: _Function, tally: _Tally, *failures: Failure) -> None:
+        """Holds the failures back, and tells all that is held when it cannot be what ends the run."""
+        tally.held += failures
+        if tally.succeeded or function.may_fail(function.failed_steps + 1):
+            self._tell(function, tally)
+
+    def _tell(self, function: _Function, tally: _Tally) -> None:
+        held, tally.held = tally.held, []
+        for failure in held:
+            self._show(function.label, failure)
+
+
+def _judge(function: _Function, tally: _Tally) -> None:
+    """Counts the steps in a row in which the function failed on every answer; too many raise RewardFailed."""
+    count = len(tally.values)
+    if count == 0:
+        return
+    if tally.succeeded:
+        function.succeeded, function.failed_steps = True, 0
+        return
+    function.failed_steps += 1
+    if not function.may_fail(function.failed_steps):
+        assert tally.last_failure is not None
+        line, trace = tally.last_failure.line, tally.last_failure.traceback
+        tally.held = [failure for failure in tally.held if failure.line != line]
+        times = "" if function.failed_steps == 1 else f", {function.failed_steps} times in a row"
+        raise RewardFailed(f"reward '{function.label}' failed on every one of {count} answers{times}:\n{trace}")
 
 
 def _print_problem(label: str, trace: str) -> None:
@@ -372,13 +521,3 @@ def _join_errors(errors: Mapping[str, Sequence[str | None]]) -> tuple[str | None
     rows = zip(*errors.values(), strict=True)
     joined = ("; ".join(f"{name}: {line}" for name, line in zip(errors, row, strict=True) if line) for row in rows)
     return tuple(text or None for text in joined)
-
-
-def _summary(scores: Scores, failures: int, seconds: float) -> Statistics:
-    known = [value for value in scores.values if value is not None]
-    return {
-        "mean": statistics.fmean(known) if known else None,
-        "std": statistics.pstdev(known) if known else None,
-        "seconds": seconds,
-        "failures": failures,
-    }

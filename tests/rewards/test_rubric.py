@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -280,21 +282,45 @@ def test_one_bad_answer_is_isolated_counted_and_shown_once() -> None:
     assert trace.endswith("ZeroDivisionError: division by zero")
 
 
-def test_a_function_that_always_fails_stops_at_once_with_its_traceback() -> None:
-    with rubric(f=fails_on_bad) as made, pytest.raises(RewardFailed) as caught:
+def test_a_function_that_always_fails_stops_at_once_with_its_traceback_once() -> None:
+    problems: list[tuple[str, str]] = []
+    with rubric(problems=problems, f=fails_on_bad) as made, pytest.raises(RewardFailed) as caught:
         made.score([group("bad", "bad")])
     assert str(caught.value).startswith("reward 'f' failed on every one of 2 answers:\nTraceback")
     assert str(caught.value).endswith("ZeroDivisionError: division by zero")
+    assert problems == []
 
 
-def test_three_failed_calls_in_a_row_stop_a_function_that_once_worked() -> None:
+def test_what_the_reason_of_the_end_does_not_say_is_still_shown() -> None:
+    problems: list[tuple[str, str]] = []
+    functions = {"f": lambda completions: [math.nan, "x"], "g": lambda completions: [math.inf, math.inf]}
+    with rubric(problems=problems, **functions) as made, pytest.raises(RewardFailed) as caught:
+        made.score([group("a", "b")])
+    assert (
+        str(caught.value) == "reward 'f' failed on every one of 2 answers:\nTypeError: the score is 'x', not a number"
+    )
+    assert problems == [("f", "ValueError: the score is nan"), ("g", "ValueError: the score is inf")]
+
+
+def test_only_the_step_that_ends_the_run_keeps_its_new_problem_for_the_reason() -> None:
+    problems: list[tuple[str, str]] = []
+    results: Iterator[Any] = iter([1.0, "x", "y", "z"])
+    with rubric(problems=problems, f=lambda completions: [next(results)]) as made:
+        for _ in range(3):
+            made.score([group("a")])
+        with pytest.raises(RewardFailed, match=r"3 times in a row:\nTypeError: the score is 'z', not a number$"):
+            made.score([group("a")])
+    assert [trace for _, trace in problems] == [f"TypeError: the score is '{x}', not a number" for x in "xy"]
+
+
+def test_three_failed_steps_in_a_row_stop_a_function_that_once_worked() -> None:
     with rubric(f=fails_on_bad) as made:
         made.score([group("a")])
         made.score([group("bad", "bad")])
         made.score([group("bad", "a")])  # a success in between starts the count again
         assert made.score([group("bad")])[0].totals == (None,)
         assert made.score([group("bad")])[0].totals == (None,)
-        with pytest.raises(RewardFailed, match="on every one of 1 answers, 3 calls in a row:"):
+        with pytest.raises(RewardFailed, match="on every one of 1 answers, 3 times in a row:"):
             made.score([group("bad")])
 
 
@@ -306,3 +332,27 @@ def test_sys_exit_in_a_reward_is_a_failure() -> None:
 
     with rubric(f=f) as made:
         assert made.score([group("x", "y")])[0].errors == ("f: SystemExit: 3", None)
+
+
+# What a checkpoint keeps
+
+
+def test_a_restored_rubric_tolerates_what_a_straight_run_does() -> None:
+    with rubric(f=fails_on_bad, g=lambda completions: [None] * len(completions)) as made:
+        made.score([group("a")])
+        made.score([group("bad")])
+        kept = json.loads(json.dumps(made.state()))
+    assert kept == {"succeeded": ["f", "g"], "failed_steps": {"f": 1, "g": 0}}
+    with rubric(f=fails_on_bad) as made:
+        made.restore(kept)
+        assert made.score([group("bad")])[0].totals == (None,)
+        with pytest.raises(RewardFailed, match="on every one of 1 answers, 3 times in a row:"):
+            made.score([group("bad")])
+
+
+def test_a_label_without_a_state_starts_afresh() -> None:
+    with rubric(f=fails_on_bad) as made:
+        made.restore({"succeeded": ["gone"], "failed_steps": {"gone": 2}})
+        assert made.state() == {"succeeded": [], "failed_steps": {"f": 0}}
+        with pytest.raises(RewardFailed, match="on every one of 1 answers:"):
+            made.score([group("bad")])
