@@ -47,7 +47,7 @@ from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder,
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
 from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
-from lowmem_grpo.rollout import BatchEngine, RolloutEngine
+from lowmem_grpo.rollout import RolloutEngine, SlotEngine, SlotShape
 from lowmem_grpo.tasks import TASKS
 from lowmem_grpo.types import Card, SamplingParams
 
@@ -62,6 +62,10 @@ __all__ = [
     "sha256_of",
     "with_absolute_paths",
 ]
+
+
+EVAL_KV_BYTES = 256 << 20
+"""An evaluation decodes as many rows at once as training does, or more where their keys and values fit into this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,11 @@ class Preflight:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The live parts: the policy, its sampler, and the data as problems. `steps` is the length of the run."""
+    """The live parts: the policy, its samplers, and the data as problems. `steps` is the length of the run."""
 
     policy: Policy
     engine: RolloutEngine
+    eval_engine: RolloutEngine
     data: PreparedData
     stream: ProblemStream
     steps: int
@@ -115,7 +120,7 @@ def preflight(
     config, base_dir = with_absolute_paths(loaded.config, loaded.base_dir), loaded.base_dir
     card = detect_card(config.device)
     dtype, dtype_warning = compute_dtype(card, config.model.compute_dtype)
-    _check_attention(config)
+    _check_attention(config, card)
     advantage_options = check_estimator_options(config.algorithm.advantage, config.algorithm.advantage_args)
     loss_options = check_loss_options(config.algorithm.loss, _loss_options(config))
     if config.lora.continue_from is not None:
@@ -169,11 +174,33 @@ def assemble(checked: Preflight) -> Parts:
         continue_from=None if continue_from is None else Path(continue_from),
         seed=config.run.seed,
     )
-    policy = load_policy(spec, lora, card, tokenizer)
+    policy = load_policy(spec, lora, card, tokenizer, attention=config.model.attention)
     steps = config.run.steps or stream.steps_per_epoch * (config.run.epochs or 1)
     wave = config.rollout.max_concurrent or config.rollout.prompts_per_step * config.rollout.group_size
-    engine = BatchEngine(policy, seed=config.run.seed, max_concurrent=wave)
-    return Parts(policy, engine, data, stream, steps, dict(template_record(checked.data_spec, tokenizer)))
+    return Parts(
+        policy=policy,
+        engine=SlotEngine(policy, seed=config.run.seed, max_concurrent=wave),
+        eval_engine=SlotEngine(
+            policy, seed=config.run.seed, max_concurrent=max(wave, _eval_rows(policy, config, data))
+        ),
+        data=data,
+        stream=stream,
+        steps=steps,
+        template=dict(template_record(checked.data_spec, tokenizer)),
+    )
+
+
+def _eval_rows(policy: Policy, config: Config, data: PreparedData) -> int:
+    """How many held-out problems, each with a prompt of its own, EVAL_KV_BYTES hold at once."""
+    longest = max((len(problem.prompt_ids) for problem in (*data.dev, *data.test)), default=1)
+    row = SlotShape(
+        *policy.kv_shape,
+        prompt_slots=1,
+        prompt_tokens=longest,
+        slots=1,
+        answer_tokens=config.rollout.max_new_tokens,
+    )
+    return EVAL_KV_BYTES // row.bytes(policy.dtype)
 
 
 def load_trained(config: Config, adapter: Path) -> tuple[PeftModel, PreTrainedTokenizerBase]:
@@ -307,7 +334,6 @@ def _model_spec(config: Config, resolved: ResolvedModel, dtype: str) -> ModelSpe
         prequantized=resolved.quantized,
         weights=config.model.weights,
         compute_dtype=dtype,
-        attention="sdpa" if config.model.attention == "auto" else config.model.attention,
         activation_checkpointing=config.memory.activation_checkpointing,
     )
 
@@ -333,8 +359,12 @@ def _check_context(config: Config, model: ModelInfo) -> None:
         )
 
 
-def _check_attention(config: Config) -> None:
-    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+def _check_attention(config: Config, card: Card) -> None:
+    if config.model.attention != "flash_attention_2":
+        return
+    if card.device == "cpu":
+        raise ConfigError("model.attention is flash_attention_2, which needs a GPU: set model.attention=auto.")
+    if importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             "model.attention is flash_attention_2 and flash-attn is not installed: "
             "`pip install 'lowmem-grpo[flash]'`, or set model.attention=sdpa."

@@ -1,18 +1,24 @@
-"""Scored groups and their advantages become micro-batches of rows under a token budget.
+"""Scored groups and their advantages become packed micro-batches under a token budget.
 
-This is the plain form: one answer per row, its prompt in front of it. What each token weighs in the loss is fixed
-here, once, for the whole update, so the cut into micro-batches cannot change the gradient.
+A group lies in a micro-batch as its prompt, once, with its answers behind it, so the prompt is forwarded once for all
+of them: P + sum of T_i tokens instead of G x P + sum of T_i, and no padding. A group larger than the budget is split;
+each part forwards the prompt again, and the gradients of the parts add up. What each token weighs in the loss is fixed
+here, once, for the whole update, so the cut cannot change the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from lowmem_grpo.types import PackedMicroBatch, Rollout, ScoredGroup
+from lowmem_grpo.types import GroupSpan, PackedMicroBatch, Rollout, ScoredGroup
 
-__all__ = ["pack_rows", "rewards_tensor"]
+__all__ = ["pack_groups", "rewards_tensor"]
+
+Item = TypeVar("Item")
 
 
 def rewards_tensor(groups: Sequence[ScoredGroup]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +34,16 @@ def rewards_tensor(groups: Sequence[ScoredGroup]) -> tuple[torch.Tensor, torch.T
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64)
 
 
-def pack_rows(
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Answers of one group that are forwarded behind one copy of its prompt. `tokens` counts both."""
+
+    group: int
+    answers: tuple[int, ...]
+    tokens: int
+
+
+def pack_groups(
     groups: Sequence[ScoredGroup],
     advantages_P_G: torch.Tensor,
     counted_P_G: torch.Tensor,
@@ -36,78 +51,106 @@ def pack_rows(
     weigh: Callable[[torch.Tensor], torch.Tensor],
     *,
     micro_batch_tokens: int,
-    pad_id: int,
     device: torch.device,
 ) -> list[PackedMicroBatch]:
-    """Pack the live groups, longest rows first, so that rows x longest row stays under `micro_batch_tokens`.
+    """Pack the live groups into micro-batches of at most `micro_batch_tokens` tokens, the largest first.
 
     `counted_P_G` (bool) marks answers with a reward; the others leave numerator and denominator. `live_P` (bool)
     marks groups that carry a gradient; the others are not forwarded but stay in the denominator. `weigh` maps the
-    lengths of all answers (P * G,), 0 for those not counted, to the weight of each of their tokens. A row longer
-    than the budget gets a micro-batch of its own. Returns [] when nothing is live.
+    lengths of all answers (P * G,), 0 for those not counted, to the weight of each of their tokens. A prompt with one
+    answer that exceeds the budget gets a micro-batch of its own. Returns [] when nothing is live.
     """
     _, lengths_P_G = rewards_tensor(groups)
     weights_P_G = weigh((lengths_P_G * counted_P_G).flatten()).reshape(lengths_P_G.shape)
-    chosen = [
-        (p, g)
+    parts = [
+        part
         for p, group in enumerate(groups)
-        for g in range(len(group.group.rollouts))
-        if live_P[p] and counted_P_G[p, g]
+        if live_P[p] and counted_P_G[p].any()
+        for part in _split_group(p, group, counted_P_G[p].nonzero().flatten().tolist(), micro_batch_tokens)
     ]
-    row_length = {
-        (p, g): len(groups[p].group.problem.prompt_ids) + len(groups[p].group.rollouts[g].completion_ids)
-        for p, g in chosen
-    }
-    chosen.sort(key=lambda row: -row_length[row])  # stable: equal lengths keep their order
-    return [
-        _micro_batch(groups, rows, advantages_P_G, weights_P_G, pad_id=pad_id, device=device)
-        for rows in _cut(chosen, row_length, micro_batch_tokens)
-    ]
+    bins = _fill_bins(parts, [part.tokens for part in parts], micro_batch_tokens)
+    bins.sort(key=lambda members: -sum(part.tokens for part in members))  # what does not fit shows at once
+    return [_micro_batch(groups, members, advantages_P_G, weights_P_G, device) for members in bins]
 
 
-def _cut(
-    rows: Sequence[tuple[int, int]], row_length: dict[tuple[int, int], int], budget: int
-) -> Iterator[list[tuple[int, int]]]:
-    """Consecutive rows, sorted by falling length, whose padded size fits the budget; at least one row each."""
-    start = 0
-    while start < len(rows):
-        size = max(1, budget // row_length[rows[start]])
-        yield list(rows[start : start + size])
-        start += size
+def _split_group(index: int, group: ScoredGroup, answers: Sequence[int], budget: int) -> Iterator[_Part]:
+    """The answers in as few parts as fit the budget with a prompt each, the longest answers first."""
+    prompt = len(group.group.problem.prompt_ids)
+    lengths = [len(group.group.rollouts[g].completion_ids) for g in answers]
+    for members in _fill_bins(list(zip(answers, lengths, strict=True)), lengths, budget - prompt):
+        yield _Part(index, tuple(g for g, _ in members), prompt + sum(length for _, length in members))
+
+
+def _fill_bins(items: Sequence[Item], sizes: Sequence[int], capacity: int) -> list[list[Item]]:
+    """First-fit decreasing: the largest item first, each into the first bin with room; an oversized one goes alone."""
+    bins: list[list[Item]] = []
+    room: list[int] = []
+    for i in sorted(range(len(items)), key=lambda i: -sizes[i]):  # stable: equal sizes keep their order
+        index = next((b for b, free in enumerate(room) if sizes[i] <= free), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[index].append(items[i])
+        room[index] -= sizes[i]
+    return bins
 
 
 def _micro_batch(
     groups: Sequence[ScoredGroup],
-    rows: Sequence[tuple[int, int]],
+    parts: Sequence[_Part],
     advantages_P_G: torch.Tensor,
     weights_P_G: torch.Tensor,
-    *,
-    pad_id: int,
     device: torch.device,
 ) -> PackedMicroBatch:
-    prompts = [groups[p].group.problem.prompt_ids for p, _ in rows]
-    answers: list[Rollout] = [groups[p].group.rollouts[g] for p, g in rows]
-    shape = (len(rows), max(len(q) + len(a.completion_ids) for q, a in zip(prompts, answers, strict=True)))
-    input_ids_BT = torch.full(shape, pad_id, dtype=torch.long)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.long)
-    completion_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    sampler_logprobs_BT = torch.zeros(shape, dtype=torch.float64)
-    for b, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        start, end = len(prompt), len(prompt) + len(answer.completion_ids)
-        input_ids_BT[b, :end] = torch.tensor([*prompt, *answer.completion_ids])
-        attention_mask_BT[b, :end] = 1
-        completion_mask_BT[b, start:end] = torch.tensor(answer.sampled_T)
-        sampler_logprobs_BT[b, start:end] = torch.tensor(answer.sampler_logprobs_T, dtype=torch.float64)
-    index = torch.tensor(rows)
-    advantages_B = advantages_P_G[index[:, 0], index[:, 1]]
-    weights_B = weights_P_G[index[:, 0], index[:, 1]]
-    return PackedMicroBatch(
-        input_ids_BT=input_ids_BT.to(device),
-        attention_mask_BT=attention_mask_BT.to(device),
-        position_ids_BT=(attention_mask_BT.cumsum(dim=1) - 1).clamp(min=0).to(device),
-        completion_mask_BT=completion_mask_BT.to(device),
-        advantages_BT=(advantages_B[:, None] * completion_mask_BT).to(device),
-        weights_BT=(weights_B[:, None] * completion_mask_BT).to(device),
-        sampler_logprobs_BT=sampler_logprobs_BT.to(device),
-        rows=tuple(rows),
+    rows = tuple((part.group, g) for part in parts for g in part.answers)
+    answers = [groups[p].group.rollouts[g] for p, g in rows]
+    ids: list[int] = []
+    spans: list[GroupSpan] = []
+    predictors: list[int] = []
+    for part in parts:
+        prompt = groups[part.group].group.problem.prompt_ids
+        members = [groups[part.group].group.rollouts[g] for g in part.answers]
+        spans.append(GroupSpan(len(ids), len(prompt), tuple(len(answer.completion_ids) for answer in members)))
+        last_of_prompt = len(ids) + len(prompt) - 1
+        ids += prompt
+        for answer in members:
+            predictors += _predictors(answer, last_of_prompt, len(ids))
+            ids += answer.completion_ids
+    mask_BT, sampler_logprobs_BT = _rows(answers)
+    index_B_2 = torch.tensor(rows)
+    advantages_B, weights_B = (
+        values_P_G[index_B_2[:, 0], index_B_2[:, 1]] for values_P_G in (advantages_P_G, weights_P_G)
     )
+    positions = [position for span in spans for position in span.position_ids()]
+    targets = [token for answer in answers for token, sampled in _tokens(answer) if sampled]
+    return PackedMicroBatch(
+        input_ids_N=torch.tensor(ids, device=device),
+        position_ids_N=torch.tensor(positions, device=device),
+        spans=tuple(spans),
+        predictors_M=torch.tensor(predictors, device=device),
+        targets_M=torch.tensor(targets, device=device),
+        mask_BT=mask_BT.to(device),
+        advantages_BT=(advantages_B[:, None] * mask_BT).to(device),
+        weights_BT=(weights_B[:, None] * mask_BT).to(device),
+        sampler_logprobs_BT=sampler_logprobs_BT.to(device),
+        rows=rows,
+    )
+
+
+def _tokens(answer: Rollout) -> Iterator[tuple[int, bool]]:
+    return zip(answer.completion_ids, answer.sampled_T, strict=True)
+
+
+def _predictors(answer: Rollout, last_of_prompt: int, start: int) -> list[int]:
+    """Where the hidden state lies that predicts each sampled token of an answer whose first token is at `start`."""
+    return [start + t - 1 if t else last_of_prompt for t, (_, sampled) in enumerate(_tokens(answer)) if sampled]
+
+
+def _rows(answers: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of sampled tokens and the sampler's log-probs, (B, T), right-padded."""
+    shape = (len(answers), max(len(answer.completion_ids) for answer in answers))
+    mask_BT, logprobs_BT = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.float64)
+    for b, answer in enumerate(answers):
+        mask_BT[b, : len(answer.sampled_T)] = torch.tensor(answer.sampled_T)
+        logprobs_BT[b, : len(answer.sampled_T)] = torch.tensor(answer.sampler_logprobs_T, dtype=torch.float64)
+    return mask_BT, logprobs_BT

@@ -91,8 +91,8 @@ class ModelConfig(_Section):
     """Decode 4-bit weights on every call (`4bit`, least memory) or once (`dequantized`, faster; same values)."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of products; `auto` is bfloat16, float16 on older cards, float32 on a CPU."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel; `auto` lets the device decide."""
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
+    """Attention kernel; `auto` takes flash-attn where a GPU has it, else torch's own (`sdpa`)."""
 
 
 class LoraConfig(_Section):
@@ -204,7 +204,7 @@ class RolloutConfig(_Section):
     stop: tuple[Text, ...] = ()
     """Strings that end an answer once its text contains one."""
     max_concurrent: Positive | None = None
-    """Answers decoded at once; null is all of a step. Fewer need less memory and take longer."""
+    """Answers decoded at once, each in a slot that is filled again when it ends; null is all of a step."""
 
     @field_validator("group_size")
     @classmethod
@@ -248,7 +248,7 @@ class MemoryConfig(_Section):
     """What is traded for memory; none of it changes the gradient."""
 
     micro_batch_tokens: Positive = 2048
-    """Tokens of one forward and backward pass of the update."""
+    """Tokens of one forward and backward pass of the update; a group that exceeds it is split."""
     activation_checkpointing: Flag = True
     """Recompute a layer's activations in the backward pass rather than keep them."""
     head_chunk_tokens: Positive = 256

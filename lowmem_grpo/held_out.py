@@ -34,7 +34,7 @@ class HeldOut:
         """What the policy answers right now, scored."""
         rollout = self._checked.config.rollout
         return evaluate(
-            self._parts.engine,
+            self._parts.eval_engine,
             self.problems(split),
             self._checked.eval_rubric,
             max_new_tokens=rollout.max_new_tokens,

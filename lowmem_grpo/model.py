@@ -7,7 +7,7 @@ from an adapter) it is the reference, and the same live modules are what the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +22,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from lowmem_grpo.attention import Layout, PackedLayout, capped, flash_attention_available, use_layouts
 from lowmem_grpo.errors import ModelError
 from lowmem_grpo.memory.decoded import hold_decoded_weights, linear_4bit_layers
 from lowmem_grpo.memory.head import chunked_logprobs
+from lowmem_grpo.memory.lora import LeanLora
 from lowmem_grpo.quiet import quiet_loading
-from lowmem_grpo.types import Card, PackedMicroBatch
+from lowmem_grpo.types import Card, GroupSpan, PackedMicroBatch
 
 __all__ = ["LoraSpec", "ModelSpec", "Policy", "check_adapter_folder", "load_base", "load_policy", "load_tokenizer"]
 
@@ -64,7 +65,6 @@ class ModelSpec:
     prequantized: bool = False
     weights: str = "auto"
     compute_dtype: str = "float32"
-    attention: str = "sdpa"
     activation_checkpointing: bool = True
 
 
@@ -86,7 +86,9 @@ class LoraSpec:
 class Policy:
     """The live model as sampler, policy and reference, with the few operations the stages need.
 
-    `model` is an ordinary peft model; `end_ids` are all ids that end an answer; `pad_id` fills rows.
+    `model` is a peft model whose attention and adapter layers are the lean ones; called without a layout it computes
+    what it always did. `end_ids` are all ids that end an answer. `attention` is "sdpa", "flash_attention_2", or "auto"
+    for flash-attn where it is installed and the card can use it.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Policy:
         base_name: str,
         base_revision: str | None = None,
         activation_checkpointing: bool = True,
+        attention: str = "auto",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -108,11 +111,18 @@ class Policy:
         self._base: PreTrainedModel = model.get_base_model()
         self._decoder: nn.Module = self._base.get_decoder()
         self._head: nn.Linear = self._base.get_output_embeddings()
+        self._config = self._base.config.get_text_config(decoder=True)
+        self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
+        self.dtype: torch.dtype = self._head.weight.dtype
+        self._flash = attention == "flash_attention_2" or (
+            attention == "auto" and flash_attention_available(self.device, self.dtype)
+        )
         self._lora_layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         self._has_reference_adapter = REFERENCE_ADAPTER in model.peft_config
         self.end_ids = end_token_ids(self._base, tokenizer)
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
         remove_dropout(model)
+        use_layouts(self._base)
+        self._adapters = LeanLora(model, self.dtype)
         if activation_checkpointing:
             self._base.activation_checkpointing_enable()
         self.sampling_mode()
@@ -151,32 +161,47 @@ class Policy:
 
     @property
     def max_positions(self) -> int:
-        """The context length of the base, in tokens."""
-        return int(self._base.config.get_text_config(decoder=True).max_position_embeddings)
+        """The context length of the base, in tokens.
 
-    def new_cache(self) -> DynamicCache:
-        """An empty KV cache of the base's layer kinds."""
-        return DynamicCache(config=self._base.config)
+        A rotary embedding that changes with the longest position of a batch ("longrope", "dynamic") is used up to its
+        original length only: beyond, an answer's log-probs would depend on its neighbours.
+        """
+        positions = int(self._config.max_position_embeddings)
+        rope = self._config.rope_parameters or {}
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            return min(positions, int(rope.get("original_max_position_embeddings", positions)))
+        return positions
 
-    def hidden_states(
-        self,
-        input_ids_BT: torch.Tensor,
-        attention_mask_BT: torch.Tensor,
-        position_ids_BT: torch.Tensor,
-        cache: DynamicCache | None = None,
-    ) -> torch.Tensor:
-        """Last hidden states (B, T, H); with a cache, `attention_mask_BT` covers the cached tokens too."""
+    @property
+    def hidden_width(self) -> int:
+        """H."""
+        return int(self._config.hidden_size)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, key-value heads and the width of a head: what a token's keys and values are made of."""
+        config = self._config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(config.num_hidden_layers), int(config.num_key_value_heads), int(width)
+
+    def packed_layout(self, spans: Sequence[GroupSpan]) -> PackedLayout:
+        """The attention within a packed sequence made of `spans`."""
+        return PackedLayout(spans, self.device, flash=self._flash)
+
+    def hidden_states(self, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Last hidden states (B, T, H); the layout says who sees whom and where keys and values go."""
         return self._decoder(
             input_ids=input_ids_BT,
-            attention_mask=attention_mask_BT,
+            # Four axes mean to transformers that the mask is made already; the layout does not look at it.
+            attention_mask=torch.empty(1, 1, 1, 1, device=self.device),
             position_ids=position_ids_BT,
-            cache=cache,
-            use_cache=cache is not None,
+            use_cache=False,
+            layout=layout,
         ).last_hidden_state
 
     def logits(self, hidden_B_H: torch.Tensor) -> torch.Tensor:
         """Head on a few hidden states: (B, V) in at least fp32."""
-        logits = self._head(hidden_B_H)
+        logits = capped(self._head(hidden_B_H), self._softcap)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def logprobs(
@@ -184,23 +209,22 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the sampled tokens at `temperature`, with gradient, and their detached entropies.
 
-        Both are (B, T), zero off `micro.completion_mask_BT`. The head runs in chunks of `head_chunk_tokens`; the
-        logits of the micro-batch never exist at once.
+        Both are (B, T), zero off `micro.mask_BT`. The head runs in chunks of `head_chunk_tokens`; the logits of the
+        micro-batch never exist at once.
         """
-        hidden_BTH = self.hidden_states(micro.input_ids_BT, micro.attention_mask_BT, micro.position_ids_BT)
-        mask_BT = micro.completion_mask_BT
-        # The token at position t is predicted by the hidden state at t - 1; a prompt is never empty.
-        hidden_N_H = hidden_BTH[:, :-1][mask_BT[:, 1:]]
-        logprobs_N, entropy_N = chunked_logprobs(
-            hidden_N_H,
+        layout = self.packed_layout(micro.spans)
+        hidden_N_H = self.hidden_states(micro.input_ids_N[None], micro.position_ids_N[None], layout)[0]
+        logprobs_M, entropy_M = chunked_logprobs(
+            hidden_N_H[micro.predictors_M],
             self._head.weight,
-            micro.input_ids_BT[mask_BT],
+            micro.targets_M,
             temperature=temperature,
             chunk_tokens=head_chunk_tokens,
             bias_V=self._head.bias,
+            softcap=self._softcap,
         )
-        zeros_BT = torch.zeros(mask_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
-        return zeros_BT.masked_scatter(mask_BT, logprobs_N), zeros_BT.masked_scatter(mask_BT, entropy_N)
+        zeros_BT = torch.zeros(micro.mask_BT.shape, dtype=logprobs_M.dtype, device=self.device)
+        return zeros_BT.masked_scatter(micro.mask_BT, logprobs_M), zeros_BT.masked_scatter(micro.mask_BT, entropy_M)
 
     # The adapter.
 
@@ -218,6 +242,11 @@ class Policy:
         result = set_peft_model_state_dict(self.model, state, adapter_name=POLICY_ADAPTER)
         if result.unexpected_keys:
             raise ModelError(f"The adapter does not belong to this model: it has {result.unexpected_keys[0]!r}.")
+        self.refresh_adapter()
+
+    def refresh_adapter(self) -> None:
+        """Bring the 16-bit copy that is multiplied with up to the fp32 masters: after every change of them."""
+        self._adapters.refresh()
 
     def adapter_config(self) -> dict[str, Any]:
         """The policy adapter's peft config as JSON values, with the base and its revision recorded."""
@@ -240,9 +269,9 @@ class Policy:
         that would be of another policy.
         """
         ids_BT = torch.arange(4, device=self.device)[None] + 3
-        ones_BT = torch.ones_like(ids_BT)
-        own = self._base(input_ids=ids_BT, attention_mask=ones_BT).logits.double()
-        ours = self._head(self.hidden_states(ids_BT, ones_BT, torch.arange(4, device=self.device)[None])).double()
+        own = self._base(input_ids=ids_BT, use_cache=False).logits.double()
+        layout = self.packed_layout([GroupSpan(0, 4, ())])
+        ours = self.logits(self.hidden_states(ids_BT, torch.arange(4, device=self.device)[None], layout)).double()
         if not torch.isfinite(own).all():
             raise ModelError(f"{self.base_name} gives non-finite logits; its weights are damaged or overflow.")
         gap, scale = (own - ours).abs().max().item(), own.abs().max().item()
@@ -287,7 +316,6 @@ def load_base(spec: ModelSpec, card: Card) -> PreTrainedModel:
             dtype=dtype,
             quantization_config=quantization,
             device_map={"": card.device},
-            attn_implementation=spec.attention,
             use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -310,7 +338,9 @@ def _settle_4bit_layers(model: PreTrainedModel, spec: ModelSpec, card: Card, dty
         hold_decoded_weights(model, dtype)
 
 
-def load_policy(spec: ModelSpec, lora: LoraSpec, card: Card, tokenizer: PreTrainedTokenizerBase) -> Policy:
+def load_policy(
+    spec: ModelSpec, lora: LoraSpec, card: Card, tokenizer: PreTrainedTokenizerBase, *, attention: str = "auto"
+) -> Policy:
     """Base plus adapter, ready to sample. Raises ModelError with one sentence."""
     with quiet_loading():
         model = attach_adapter(load_base(spec, card), lora)
@@ -321,6 +351,7 @@ def load_policy(spec: ModelSpec, lora: LoraSpec, card: Card, tokenizer: PreTrain
         base_name=spec.base_name,
         base_revision=spec.base_revision,
         activation_checkpointing=spec.activation_checkpointing,
+        attention=attention,
     )
 
 
@@ -382,7 +413,7 @@ def check_adapter_folder(folder: Path) -> None:
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every id that ends an answer: the tokenizer's end token and those of the generation config.
 
-    Raises ModelError when there is none.
+    Ids outside the vocabulary are left out. Raises ModelError when none remains.
     """
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     listed = generation.eos_token_id if generation is not None else None
@@ -390,7 +421,13 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     ids.discard(None)
     if not ids:
         raise ModelError("The model names no end token, so no answer could ever end.")
-    return frozenset(int(i) for i in ids)
+    words = model.get_output_embeddings().weight.shape[0]
+    if not (reachable := frozenset(int(i) for i in ids if 0 <= i < words)):
+        raise ModelError(
+            f"The end token {min(ids)} is outside the model's vocabulary of {words}, so no answer could ever end: "
+            "the tokenizer belongs to another model."
+        )
+    return reachable
 
 
 def remove_dropout(model: nn.Module) -> None:

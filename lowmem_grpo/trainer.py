@@ -21,7 +21,7 @@ import torch
 from lowmem_grpo import checkpoint
 from lowmem_grpo.advantages import ESTIMATORS, is_dead_P
 from lowmem_grpo.assembly import Parts, Preflight, sampling_params
-from lowmem_grpo.batching import pack_rows, rewards_tensor
+from lowmem_grpo.batching import pack_groups, rewards_tensor
 from lowmem_grpo.checkpoint import TrainState
 from lowmem_grpo.errors import StopRequested
 from lowmem_grpo.evaluate import Evaluation
@@ -79,6 +79,7 @@ class Progress:
     best_score: float | None = None
     loss_scale: dict[str, Any] | None = None
     said: tuple[str, ...] = ()
+    rewards: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; `Progress(**values)` reads them back."""
@@ -108,12 +109,18 @@ class Trainer:
     def train_step(self, step: int) -> StepReport:
         """One update: sample, score, compare inside each group, push the policy. `step` counts from 1."""
         problems = self.parts.stream.at(step - 1)
-        with self._measured() as rollout:
-            groups = self.engine.generate(
-                problems, self.config.rollout.group_size, self.sampling, step=step, on_progress=self._show_rollout
-            )
-        with self._measured() as scoring:
-            scored = self.checked.rubric.score(groups)
+        with self.checked.rubric.scoring(len(problems)) as scoring:
+            with self._measured() as rollout:  # a group is scored while the others are still being written
+                self.engine.generate(
+                    problems,
+                    self.config.rollout.group_size,
+                    self.sampling,
+                    step=step,
+                    on_progress=self._show_rollout,
+                    on_group=scoring.add,
+                )
+            with self._measured() as waiting:
+                scored = scoring.result()
         rewards_P_G, lengths_P_G = rewards_tensor(scored)
         dead_P = is_dead_P(rewards_P_G)
         advantages_P_G = ESTIMATORS[self.config.algorithm.advantage](
@@ -121,7 +128,7 @@ class Trainer:
         )
         self._show_sample(step, scored, advantages_P_G, dead_P)
         with self._measured() as update:
-            micro_batches = pack_rows(
+            micro_batches = pack_groups(
                 scored,
                 advantages_P_G,
                 ~rewards_P_G.isnan(),
@@ -129,7 +136,6 @@ class Trainer:
                 torch.ones_like(dead_P) if self.config.algorithm.kl_coef > 0 else ~dead_P,
                 self._token_weights,
                 micro_batch_tokens=self.config.memory.micro_batch_tokens,
-                pad_id=self.policy.pad_id,
                 device=self.policy.device,
             )
             updates_per_step = self.config.algorithm.updates_per_rollout
@@ -140,9 +146,9 @@ class Trainer:
             **update_metrics,
             "reward/failures": _failures(self.checked.rubric),
             "time/rollout_s": rollout.seconds,
-            "time/reward_s": scoring.seconds,
+            "time/reward_s": waiting.seconds,
             "time/update_s": update.seconds,
-            "time/step_s": rollout.seconds + scoring.seconds + update.seconds,
+            "time/step_s": rollout.seconds + waiting.seconds + update.seconds,
             "speed/rollout_tokens_per_s": lengths_P_G.sum().item() / max(rollout.seconds, 1e-9),
             "memory/rollout_peak_bytes": rollout.peak_bytes,
             "memory/update_peak_bytes": update.peak_bytes,
@@ -224,6 +230,7 @@ class Trainer:
         self.progress.seconds += self._lap()
         self.progress.skipped_in_a_row = self.updater.skipped_in_a_row
         self.progress.loss_scale = self.updater.scaler.state_dict()
+        self.progress.rewards = self.checked.rubric.state()
         if self.progress.best_score is None:
             self._write_adapter()
         # The event first, so that the offsets in the checkpoint include its line.

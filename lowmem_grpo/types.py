@@ -3,9 +3,10 @@
 Legend: a suffix on a name says its axes.
 
     P  problems of a step            B  rows (answers) of a micro-batch
-    G  answers per problem           T  tokens of a row
-    F  reward functions              N  tokens of a micro-batch, flattened
-    H  hidden width                  V  vocabulary
+    G  answers per problem           T  tokens of an answer, or of a row
+    F  reward functions              N  tokens of a packed sequence
+    H  hidden width                  M  tokens a loss is about
+    S  slots of the sampler          V  vocabulary
 
 The way of one step:
 
@@ -28,6 +29,7 @@ __all__ = [
     "Card",
     "Event",
     "Group",
+    "GroupSpan",
     "LossInputs",
     "LossOutput",
     "Message",
@@ -148,20 +150,54 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMicroBatch:
-    """Rows of tokens for one forward and backward, with everything the loss needs about them.
+class GroupSpan:
+    """Where a group, or a part of its answers, lies in a packed sequence: the prompt once, its answers behind it.
 
-    Rows are right-padded. `completion_mask_BT` marks the positions whose token the policy sampled and whose answer
-    counts; log-probs are wanted for exactly those. `weights_BT` are the fixed shares of each token in the loss
-    of the whole update (0 off the mask), so the sum over all micro-batches is the same for any split.
+    `start` is the index of the prompt's first token. An answer's positions go on from the prompt's last.
 
-    A prompt [5, 6] with the answer [7, 2] is one row: input_ids [5, 6, 7, 2], completion_mask [0, 0, 1, 1].
+    >>> span = GroupSpan(0, 3, (2, 4))
+    >>> span.tokens
+    9
+    >>> span.position_ids()
+    [0, 1, 2, 3, 4, 3, 4, 5, 6]
     """
 
-    input_ids_BT: torch.Tensor
-    attention_mask_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
-    completion_mask_BT: torch.Tensor
+    start: int
+    prompt_length: int
+    answer_lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and of all answers."""
+        return self.prompt_length + sum(self.answer_lengths)
+
+    def position_ids(self) -> list[int]:
+        """The position of each token in its own conversation."""
+        answers = [self.prompt_length + t for length in self.answer_lengths for t in range(length)]
+        return [*range(self.prompt_length), *answers]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicroBatch:
+    """Whole groups, or parts of them, for one forward and backward, with everything the loss needs about them.
+
+    `input_ids_N` and `position_ids_N` are one packed sequence made of `spans`: no padding, each prompt once. The loss
+    sees one row per answer, right-padded to the longest: `mask_BT` marks the tokens that the policy sampled, and in
+    row-major order of that mask `predictors_M` are the indices in N of the tokens whose hidden states predict them
+    (the first token of an answer is predicted by the last of its prompt) and `targets_M` their ids. `weights_BT` are
+    the fixed shares of each token in the loss of the whole update (0 off the mask), so the sum over all micro-batches
+    is the same for any split.
+
+    A prompt [5, 6] with the answers [7, 2] and [2]: input_ids [5, 6, 7, 2, 2], position_ids [0, 1, 2, 3, 2], mask
+    [[1, 1], [1, 0]], predictors [1, 2, 1], targets [7, 2, 2].
+    """
+
+    input_ids_N: torch.Tensor
+    position_ids_N: torch.Tensor
+    spans: tuple[GroupSpan, ...]
+    predictors_M: torch.Tensor
+    targets_M: torch.Tensor
+    mask_BT: torch.Tensor
     advantages_BT: torch.Tensor
     weights_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor

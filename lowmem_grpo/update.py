@@ -116,13 +116,13 @@ class Updater:
                 old_logprobs_BT=old_logprobs[index] if old_logprobs else logprobs_BT.detach(),
                 ref_logprobs_BT=reference_BT,
                 advantages_BT=micro.advantages_BT,
-                mask_BT=micro.completion_mask_BT,
+                mask_BT=micro.mask_BT,
                 weights_BT=micro.weights_BT,
             )
             output = loss_fn(inputs, kl_coef=settings.kl_coef, **settings.loss_options)
             self.scaler.scale(output.loss).backward()
             total += output.loss.item()
-            sums.tokens += int(micro.completion_mask_BT.sum())
+            sums.tokens += int(micro.mask_BT.sum())
             for name, value in {**output.sums, "policy/entropy": entropy_BT.sum().item()}.items():
                 sums.by_name[name] += value
             new_logprobs.append(logprobs_BT.detach())
@@ -148,6 +148,7 @@ class Updater:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm).item()
         if math.isfinite(norm):
             self.scaler.step(self.optimizer)
+            self.policy.refresh_adapter()
             self.skipped_in_a_row = 0
         else:
             self.skipped_in_a_row += 1
@@ -164,7 +165,7 @@ class Updater:
 def _sampler_gap(micro_batches: Sequence[PackedMicroBatch], logprobs: Sequence[torch.Tensor]) -> float:
     """Mean absolute difference of sampler and trainer log-probs, over the tokens of the update."""
     gaps = [
-        (micro.sampler_logprobs_BT - new_BT)[micro.completion_mask_BT].abs().double()
+        (micro.sampler_logprobs_BT - new_BT)[micro.mask_BT].abs().double()
         for micro, new_BT in zip(micro_batches, logprobs, strict=True)
     ]
     return torch.cat(gaps).mean().item()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.batching import pack_rows, rewards_tensor
+from lowmem_grpo.batching import pack_groups, rewards_tensor
 from lowmem_grpo.losses import token_weights
 from lowmem_grpo.model import LoraSpec, Policy, attach_adapter
 from lowmem_grpo.types import Card, Group, PackedMicroBatch, Problem, Rollout, ScoredGroup
@@ -33,24 +33,38 @@ def tiny_policy(
     end_ids: Sequence[int] = (2,),
     tied: bool = True,
     seed: int = 0,
+    attention: str = "auto",
 ) -> Policy:
     """A tiny model with an adapter of rank 4; `live` gives it random B weights, so that the adapter counts."""
     base = tiny_model(family, dtype=dtype, tied=tied, seed=seed)
     base.generation_config.eos_token_id = list(end_ids)
     model = attach_adapter(base, LoraSpec(rank=4, alpha=8, seed=seed))
-    policy = Policy(model, tiny_tokenizer(), CPU, base_name="tiny", activation_checkpointing=checkpointing)
+    policy = Policy(
+        model,
+        tiny_tokenizer(),
+        CPU,
+        base_name="tiny",
+        activation_checkpointing=checkpointing,
+        attention=attention,
+    )
     if live:
         shake_adapter(policy)
     return policy
 
 
+def adapted_layers(family: str) -> int:
+    """Linear layers of the two blocks of a tiny model; phi3 has q, k, v in one and gate and up in one."""
+    return 2 * (4 if family == "phi3" else 7)
+
+
 def shake_adapter(policy: Policy, std: float = 0.1, seed: int = 1) -> None:
-    """Random values for every lora_B."""
+    """Random values for every lora_B, in the masters and in what is multiplied with."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.trainable_parameters().items():
             if "lora_B" in name:
                 parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    policy.refresh_adapter()
 
 
 def problems_of(*prompts: Sequence[int]) -> list[Problem]:
@@ -130,17 +144,16 @@ def pack(
     skip_dead: bool = True,
     max_new_tokens: int = 8,
 ) -> list[PackedMicroBatch]:
-    """`pack_rows` as the trainer calls it, with `advantages_of`."""
+    """`pack_groups` as the trainer calls it, with `advantages_of`."""
     advantages_P_G, (rewards_P_G, _) = advantages_of(groups), rewards_tensor(groups)
     live_P = (advantages_P_G != 0).any(dim=1) if skip_dead else torch.ones(len(groups), dtype=torch.bool)
-    return pack_rows(
+    return pack_groups(
         groups,
         advantages_P_G,
         ~rewards_P_G.isnan(),
         live_P,
         partial(token_weights, aggregation, max_new_tokens=max_new_tokens),
         micro_batch_tokens=micro_batch_tokens,
-        pad_id=2,
         device=torch.device("cpu"),
     )
 
@@ -192,7 +205,7 @@ def assert_gradients_close(actual: dict[str, Tensor], expected: dict[str, Tensor
 
 @dataclass
 class DecoderCalls:
-    """The shapes (B, T) of the ids that went through the decoder, one entry per forward."""
+    """What went through the decoder, one entry per forward: the shape (B, T) of its ids, and ids and positions."""
 
     shapes: list[tuple[int, int]] = field(default_factory=list)
     inputs: list[dict[str, Any]] = field(default_factory=list)
@@ -205,7 +218,7 @@ def watch_decoder(policy: Policy) -> Iterator[DecoderCalls]:
 
     def note(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.shapes.append(tuple(kwargs["input_ids"].shape))
-        calls.inputs.append({name: kwargs[name].clone() for name in ("input_ids", "attention_mask", "position_ids")})
+        calls.inputs.append({name: kwargs[name].clone() for name in ("input_ids", "position_ids")})
 
     handle = policy.model.get_base_model().get_decoder().register_forward_pre_hook(note, with_kwargs=True)
     try:

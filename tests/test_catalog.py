@@ -387,9 +387,16 @@ def test_missing_folder_names_the_one_beside_it(tmp_path: Path, monkeypatch: pyt
         catalog.inspect_model("./my-model/config.json")
 
 
+@pytest.mark.parametrize("kind", ["linear_attention", "conv", "recurrent"])
+def test_layers_whose_state_cannot_branch_are_refused(tmp_path: Path, kind: str) -> None:
+    write_model(tmp_path / "m", layer_types=["full_attention", kind, "sliding_attention"])
+    with pytest.raises(ModelError, match=rf"has layers of the kind {kind}; answers share their prompt here"):
+        catalog.inspect_model(str(tmp_path / "m"))
+
+
 def test_unsupported_family_lists_the_supported(tmp_path: Path) -> None:
     write_model(tmp_path / "m", model_type="gpt_neox")
-    with pytest.raises(ModelError, match=r"family 'gpt_neox'; supported are llama, qwen2, qwen3\."):
+    with pytest.raises(ModelError, match=r"family 'gpt_neox'; supported are gemma2, gemma3_text, llama, mistral, "):
         catalog.inspect_model(str(tmp_path / "m"))
     write_model(tmp_path / "c", architectures=["LlamaForSequenceClassification"])
     with pytest.raises(ModelError, match="is a LlamaForSequenceClassification"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.evaluate import Evaluation, compare, evaluate
-from lowmem_grpo.rollout import BatchEngine, OnProgress
+from lowmem_grpo.rollout import OnProgress, SlotEngine
 from lowmem_grpo.types import Group, Problem, Rollout, SamplingParams, ScoredGroup
 from tests.helpers import problems_of, tiny_policy
 
@@ -102,12 +102,12 @@ def test_json_gives_back_an_equal_evaluation() -> None:
 def test_with_a_real_engine_the_answers_are_the_likeliest_tokens_and_the_start_is_the_base() -> None:
     policy = tiny_policy()
     problems, scorer = problems_of((40, 41, 42), (60,)), FakeScorer(score=[0.0, 0.0])
-    tuned = evaluate(BatchEngine(policy, seed=0), problems, scorer, max_new_tokens=6)
-    assert evaluate(BatchEngine(policy, seed=1, max_concurrent=1), problems, scorer, max_new_tokens=6) == tuned
+    tuned = evaluate(SlotEngine(policy, seed=0), problems, scorer, max_new_tokens=6)
+    assert evaluate(SlotEngine(policy, seed=1, max_concurrent=1), problems, scorer, max_new_tokens=6) == tuned
     with policy.reference():
-        start = evaluate(BatchEngine(policy, seed=0), problems, scorer, max_new_tokens=6)
+        start = evaluate(SlotEngine(policy, seed=0), problems, scorer, max_new_tokens=6)
     bare = tiny_policy(live=False)
-    assert evaluate(BatchEngine(bare, seed=0), problems, scorer, max_new_tokens=6) == start
+    assert evaluate(SlotEngine(bare, seed=0), problems, scorer, max_new_tokens=6) == start
     assert start.completions != tuned.completions
 
 

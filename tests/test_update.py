@@ -13,10 +13,11 @@ from torch import Tensor
 from lowmem_grpo.errors import NonFiniteFailed
 from lowmem_grpo.model import Policy
 from lowmem_grpo.optim import build_optimizer, optimizer_state
-from lowmem_grpo.rollout import BatchEngine
+from lowmem_grpo.rollout import SlotEngine
 from lowmem_grpo.types import PackedMicroBatch, SamplingParams, ScoredGroup
 from lowmem_grpo.update import Updater
 from tests.helpers import (
+    adapted_layers,
     gradients_of,
     group_of,
     naive_logprobs,
@@ -54,7 +55,7 @@ def broken(micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
 
 def sampled_groups(policy: Policy, rewards: Sequence[float], groups: int = 2) -> list[ScoredGroup]:
     """Groups answered by the live policy, each with the same rewards."""
-    engine, sampling = BatchEngine(policy, seed=3), SamplingParams(8, temperature=TEMPERATURE)
+    engine, sampling = SlotEngine(policy, seed=3), SamplingParams(8, temperature=TEMPERATURE)
     answered = engine.generate(problems_of((40, 41, 42), (60,))[:groups], len(rewards), sampling, step=1)
     return [
         ScoredGroup(group, {"reward": tuple(rewards)}, tuple(rewards), (None,) * len(rewards)) for group in answered
@@ -79,7 +80,7 @@ def test_the_first_live_step_moves_every_lora_b_and_agrees_with_the_sampler(
     before = weights_of(policy)
     metrics = adamw_updater(policy, kl_coef=0.1).update(micro_batches, 0)
     after = weights_of(policy)
-    assert sum("lora_B" in name for name in after) == 14
+    assert sum("lora_B" in name for name in after) == adapted_layers(family)
     assert all(not torch.equal(after[name], before[name]) for name in after if "lora_B" in name)
     # While B is 0 nothing reaches A.
     assert all(torch.equal(after[name], before[name]) for name in after if "lora_A" in name)
@@ -175,7 +176,7 @@ def test_a_step_in_sgd_goes_down_the_gradient() -> None:
 
 def test_progress_counts_micro_batches() -> None:
     seen: list[tuple[int, int]] = []
-    micro_batches = pack(random_groups(), micro_batch_tokens=24)
+    micro_batches = pack(random_groups(), micro_batch_tokens=12)
     updater_of(tiny_policy(), updates_per_rollout=2).update(micro_batches, 0, lambda *counts: seen.append(counts))
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
 
@@ -263,6 +264,32 @@ def test_two_runs_from_the_same_start_are_bit_equal() -> None:
             updater.update(pack(groups, micro_batch_tokens=40), step)
         finals.append(weights_of(policy))
     assert bit_equal(*finals)
+
+
+# The 16-bit copies of the adapter.
+
+
+def logits_of(policy: Policy) -> Tensor:
+    with torch.no_grad():
+        return policy.model(input_ids=torch.arange(5, 17)[None]).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_after_an_update_the_policy_multiplies_with_the_new_masters(dtype: torch.dtype, uses: int) -> None:
+    policy, fresh = tiny_policy(dtype=dtype), tiny_policy(dtype=dtype, live=False)
+    before = logits_of(policy)
+    adamw_updater(policy, lr=0.05, updates_per_rollout=uses).update(pack(random_groups()), 0)
+    fresh.load_adapter_state(policy.adapter_state())
+    assert torch.equal(logits_of(policy), logits_of(fresh))
+    assert not torch.equal(logits_of(policy), before)
+
+
+def test_the_second_use_in_16_bits_sees_the_first_step() -> None:
+    policy = tiny_policy(dtype=torch.bfloat16)
+    metrics = updater_of(policy, lr=0.5, updates_per_rollout=2).update(pack(random_groups()), 0)
+    # With stale copies every ratio would still be 1 and nothing clipped.
+    assert metrics["policy/clip_low"] + metrics["policy/clip_high"] > 0
 
 
 # Float16, whose small activation gradients need a loss scale.

@@ -12,8 +12,11 @@ from lowmem_grpo.errors import ModelError
 
 __all__ = ["FAMILIES", "check_config", "check_file_names", "check_folder", "read_config", "weight_files"]
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 """The values of `model_type` that this package knows how to train."""
+
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Layers whose state is keys and values per token. A recurrent state cannot branch from a prompt to its answers."""
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _INDEX = "model.safetensors.index.json"
@@ -74,7 +77,8 @@ def check_config(config: Mapping[str, Any], label: str) -> tuple[str, bool]:
     """(family, already quantised to NF4) of a model.
 
     Raises:
-        ModelError: an unsupported family, a head that is not a language model's, or another kind of quantisation.
+        ModelError: an unsupported family, a head that is not a language model's, a linear, convolution or recurrent
+            layer, or another kind of quantisation.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -82,6 +86,11 @@ def check_config(config: Mapping[str, Any], label: str) -> tuple[str, bool]:
     heads = config.get("architectures") or []
     if heads and not any(str(head).endswith("ForCausalLM") for head in heads):
         raise ModelError(f"{label} is a {heads[0]}, not a language model that writes text (…ForCausalLM).")
+    if odd := [kind for kind in config.get("layer_types") or [] if kind not in _LAYER_KINDS]:
+        raise ModelError(
+            f"{label} has layers of the kind {odd[0]}; answers share their prompt here, which needs attention layers "
+            f"({', '.join(_LAYER_KINDS)}) throughout."
+        )
     quantization = config.get("quantization_config")
     if not quantization:
         return str(family), False

@@ -1,28 +1,29 @@
-"""The sampler: answers to problems from the live policy, with one KV cache per wave of rows.
+"""The sampler: answers to problems from the live policy, each prompt computed and stored once.
 
-This is the plain form: a wave prefills each of its prompts once, copies the prompt's keys and values to the rows of
-its answers, and decodes all rows together; a finished row leaves the batch at once. The cache exists only inside
-`generate`.
+`SlotEngine.generate` runs the rows of a call through the slots (see `lowmem_grpo.rollout.decoding`) and puts finished
+rows together to groups. Keys and values exist only inside `generate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
 import torch
 
-from lowmem_grpo.errors import DataError, RunFailed
+from lowmem_grpo.errors import DataError
 from lowmem_grpo.model import Policy
-from lowmem_grpo.rollout.sampling import keyed_uniform, sample_tokens
+from lowmem_grpo.rollout.decoding import Decoding, Row, slot_shape
 from lowmem_grpo.types import Group, Problem, Rollout, SamplingParams, StopReason
 
-__all__ = ["BatchEngine", "OnProgress", "RolloutEngine"]
+__all__ = ["OnGroup", "OnProgress", "RolloutEngine", "SlotEngine"]
 
 OnProgress = Callable[[int, int, int], None]
 """Called after each decode step with (answers finished, answers asked for, tokens sampled so far)."""
+
+OnGroup = Callable[[int, Group], None]
+"""Called with a group's position among the problems, and the group, as soon as its last answer is finished."""
 
 
 class RolloutEngine(Protocol):
@@ -36,27 +37,17 @@ class RolloutEngine(Protocol):
         *,
         step: int,
         on_progress: OnProgress | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """Sample `group_size` answers to each problem; groups come back in the order of `problems`."""
+        """Sample `group_size` answers to each of the problems (at least one); groups come back in their order."""
         ...
 
 
-@dataclass(slots=True)
-class _Row:
-    """One answer being written. `group` is the position of its problem in the step."""
+class SlotEngine:
+    """Decodes up to `max_concurrent` rows at once (None: all rows of the call).
 
-    group: int
-    answer: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stop_reason: StopReason | None = None
-
-
-class BatchEngine:
-    """Decodes all rows of a wave in one batch.
-
-    `max_concurrent` limits the rows of a wave (None: all rows of the call are one wave). Raises DataError when a
-    prompt leaves no room for an answer, RunFailed when the model gives non-finite logits.
+    Raises DataError when a prompt leaves no room for an answer, RunFailed when the model gives non-finite logits. After
+    an exception, of a callback too, nothing is kept and the engine can be used again.
     """
 
     def __init__(self, policy: Policy, *, seed: int, max_concurrent: int | None = None) -> None:
@@ -74,41 +65,41 @@ class BatchEngine:
         *,
         step: int,
         on_progress: OnProgress | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """See `RolloutEngine.generate`."""
         self._check_lengths(problems, sampling)
         self.policy.sampling_mode()
-        rows = [_Row(group, answer) for group in range(len(problems)) for answer in range(group_size)]
-        for wave in _batched(rows, self.max_concurrent or len(rows)):
-            for _ in self._decode_wave(wave, problems, sampling, step):
-                if on_progress is not None:
-                    on_progress(
-                        sum(r.stop_reason is not None for r in rows), len(rows), sum(len(r.tokens) for r in rows)
-                    )
-        answers = iter(rows)
-        return [Group(p, tuple(self._rollout(row) for row in islice(answers, group_size))) for p in problems]
+        rows_P_G = [[Row(group, answer) for answer in range(group_size)] for group in range(len(problems))]
+        rows = [row for rows_G in rows_P_G for row in rows_G]
+        decoding = self._decoding(problems, rows, group_size, sampling, step)
+        groups: dict[int, Group] = {}
+        while decoding.admit():
+            decoding.step()
+            for index in dict.fromkeys(row.group for row in decoding.retire()):
+                if all(row.stop_reason is not None for row in rows_P_G[index]):
+                    groups[index] = Group(problems[index], tuple(self._rollout(row) for row in rows_P_G[index]))
+                    if on_group is not None:
+                        on_group(index, groups[index])
+            if on_progress is not None:
+                on_progress(sum(r.stop_reason is not None for r in rows), len(rows), sum(len(r.tokens) for r in rows))
+        return [groups[index] for index in range(len(problems))]
 
-    def _decode_wave(
-        self, rows: Sequence[_Row], problems: Sequence[Problem], sampling: SamplingParams, step: int
-    ) -> Iterator[None]:
-        """Fill in the tokens of `rows`, yielding after each decode step."""
-        live = list(rows)
-        batch = _DecodeBatch(self.policy, live, problems)
-        while True:
-            uniforms_B = [keyed_uniform(self.seed, step, r.group, r.answer, len(r.tokens)) for r in live]
-            tokens_B, logprobs_B = sample_tokens(batch.logits_B_V, uniforms_B, sampling)
-            for row, token, logprob in zip(live, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-                row.tokens.append(token)
-                row.logprobs.append(logprob)
-                row.stop_reason = self._stop_reason(row, sampling)
-            yield
-            staying = [i for i, row in enumerate(live) if row.stop_reason is None]
-            if not staying:
-                return
-            live = [live[i] for i in staying]
-            batch.advance(tokens_B, staying)
+    def _decoding(
+        self, problems: Sequence[Problem], rows: Sequence[Row], group_size: int, sampling: SamplingParams, step: int
+    ) -> Decoding:
+        return Decoding(
+            self.policy,
+            problems,
+            rows,
+            slot_shape(self.policy, problems, group_size, sampling.max_new_tokens, self.max_concurrent),
+            sampling,
+            seed=self.seed,
+            step=step,
+            stop_reason=lambda row: self._stop_reason(row, sampling),
+        )
 
-    def _stop_reason(self, row: _Row, sampling: SamplingParams) -> StopReason | None:
+    def _stop_reason(self, row: Row, sampling: SamplingParams) -> StopReason | None:
         if row.tokens[-1] in self.policy.end_ids:
             return "end"
         if sampling.stop and self._ends_with_stop(row.tokens, sampling.stop):
@@ -123,7 +114,7 @@ class BatchEngine:
         text = self.policy.tokenizer.decode(tail[::-1], skip_special_tokens=True)
         return any(s in text for s in stop)
 
-    def _rollout(self, row: _Row) -> Rollout:
+    def _rollout(self, row: Row) -> Rollout:
         assert row.stop_reason is not None
         text = self.policy.tokenizer.decode(row.tokens, skip_special_tokens=True)
         return Rollout(tuple(row.tokens), (True,) * len(row.tokens), tuple(row.logprobs), row.stop_reason, text)
@@ -136,57 +127,3 @@ class BatchEngine:
                     f"The prompt of {problem.id} has {len(problem.prompt_ids)} tokens and with rollout.max_new_tokens="
                     f"{sampling.max_new_tokens} exceeds the model's context of {self.policy.max_positions}."
                 )
-
-
-class _DecodeBatch:
-    """The cache, masks and next logits of the live rows of one wave."""
-
-    def __init__(self, policy: Policy, rows: Sequence[_Row], problems: Sequence[Problem]) -> None:
-        self._policy = policy
-        self._device = policy.device
-        self._cache = policy.new_cache()
-        groups = sorted({row.group for row in rows})
-        hidden_P_H, mask_P_T = self._prefill([problems[g].prompt_ids for g in groups])
-        prompt_of_row_B = self._tensor([groups.index(row.group) for row in rows])
-        # Indexing with repeats copies each prompt's keys and values to its rows.
-        self._cache.batch_select_indices(prompt_of_row_B)
-        self._mask_B_T = mask_P_T[prompt_of_row_B]
-        self.logits_B_V = self._finite(policy.logits(hidden_P_H))[prompt_of_row_B]
-
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward each prompt once, left-padded; the last hidden state of each (P, H) and the mask (P, T)."""
-        longest = max(len(ids) for ids in prompts)
-        pads = [longest - len(ids) for ids in prompts]
-        ids_P_T = self._tensor(
-            [[self._policy.pad_id] * pad + list(ids) for pad, ids in zip(pads, prompts, strict=True)]
-        )
-        mask_P_T = self._tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
-        positions_P_T = (mask_P_T.cumsum(dim=1) - 1).clamp(min=0)
-        hidden_P_T_H = self._policy.hidden_states(ids_P_T, mask_P_T, positions_P_T, self._cache)
-        return hidden_P_T_H[:, -1], mask_P_T
-
-    def advance(self, tokens_B: torch.Tensor, staying: Sequence[int]) -> None:
-        """Drop the rows not in `staying`, feed each remaining row its token and compute its next logits."""
-        if len(staying) < len(tokens_B):
-            keep_B = self._tensor(staying)
-            self._cache.batch_select_indices(keep_B)
-            self._mask_B_T, tokens_B = self._mask_B_T[keep_B], tokens_B[keep_B]
-        self._mask_B_T = torch.nn.functional.pad(self._mask_B_T, (0, 1), value=1)
-        positions_B_1 = self._mask_B_T.sum(dim=1, keepdim=True) - 1
-        hidden_B_1_H = self._policy.hidden_states(tokens_B[:, None], self._mask_B_T, positions_B_1, self._cache)
-        self.logits_B_V = self._finite(self._policy.logits(hidden_B_1_H[:, -1]))
-
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
-
-    def _finite(self, logits_B_V: torch.Tensor) -> torch.Tensor:
-        if not torch.isfinite(logits_B_V).all():
-            raise RunFailed(
-                f"{self._policy.base_name} gave non-finite logits while sampling; with float16 try "
-                "model.compute_dtype=float32, otherwise lower optim.lr."
-            )
-        return logits_B_V
-
-
-def _batched(rows: Sequence[_Row], size: int) -> Iterator[Sequence[_Row]]:
-    return (rows[start : start + size] for start in range(0, len(rows), size))

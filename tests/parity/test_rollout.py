@@ -1,18 +1,26 @@
-"""The batched sampler against its naive twin: one answer at a time, the whole sequence forwarded for every token."""
+"""The sampler against its naive twin: one answer at a time, the whole sequence forwarded for every token."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowmem_grpo.model import Policy
-from lowmem_grpo.rollout import BatchEngine
+from lowmem_grpo.rollout import SlotEngine, engine
+from lowmem_grpo.rollout.decoding import slot_shape
+from lowmem_grpo.rollout.slots import SlotShape
 from lowmem_grpo.types import Group, Problem, SamplingParams
 from tests.helpers import END_IDS, naive_logprobs, problems_of, tiny_policy
 from tests.rollout.test_sampling import uniform_twin
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, tiny_model
 
 PROBLEMS = problems_of((40, 41, 42), (50, 51, 52, 53, 54, 55, 56), (60,), (40, 41, 42))
 GROUP_SIZE = 3
@@ -22,6 +30,15 @@ SAMPLINGS = {
     "filters": SamplingParams(max_new_tokens=7, temperature=0.7, top_k=40, top_p=0.9, min_p=0.02),
     "greedy": SamplingParams(max_new_tokens=7, temperature=0.0),
 }
+DRAWS = [
+    *((family, "plain") for family in FAMILIES),
+    *((family, name) for family in ("llama", "gemma2") for name in ("filters", "greedy")),
+]
+
+
+@functools.cache
+def policy_of(family: str, dtype: torch.dtype = torch.float64) -> Policy:
+    return tiny_policy(family, dtype, end_ids=END_IDS)
 
 
 def naive_draw(logits_V: torch.Tensor, uniform: float, sampling: SamplingParams) -> tuple[int, float]:
@@ -33,7 +50,8 @@ def naive_draw(logits_V: torch.Tensor, uniform: float, sampling: SamplingParams)
     probabilities = logprobs.exp().tolist()
     ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     kept = set(ranked[: sampling.top_k or None])
-    kept -= {token for token in kept if probabilities[token] < sampling.min_p * max(probabilities)}
+    floor = sampling.min_p * max(probabilities)
+    kept -= {token for token in kept if probabilities[token] < floor}
     total = sum(probabilities[token] for token in kept)
     running = 0.0
     for token in [token for token in ranked if token in kept]:
@@ -50,7 +68,7 @@ def naive_draw(logits_V: torch.Tensor, uniform: float, sampling: SamplingParams)
 
 @torch.no_grad()
 def naive_answer(policy: Policy, problem: Problem, group: int, answer: int, sampling: SamplingParams) -> list[tuple]:
-    """(token, log-prob) of one answer without a cache, a batch or padding."""
+    """(token, log-prob) of one answer without stored keys and without neighbours."""
     drawn: list[tuple[int, float]] = []
     while len(drawn) < sampling.max_new_tokens:
         ids = torch.tensor([[*problem.prompt_ids, *(token for token, _ in drawn)]])
@@ -70,13 +88,12 @@ def assert_equal_to_twin(policy: Policy, groups: Sequence[Group], sampling: Samp
             assert rollout.stop_reason == ("end" if tokens[-1] in END_IDS else "length")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(("family", "name"), DRAWS)
 def test_ids_and_log_probs_equal_the_twin_in_any_schedule(family: str, name: str) -> None:
-    policy, sampling = tiny_policy(family, torch.float64, end_ids=END_IDS), SAMPLINGS[name]
+    policy, sampling = policy_of(family), SAMPLINGS[name]
     whole, *cut = [
-        BatchEngine(policy, seed=SEED, max_concurrent=rows).generate(PROBLEMS, GROUP_SIZE, sampling, step=STEP)
-        for rows in (None, 1, 3, 5)
+        SlotEngine(policy, seed=SEED, max_concurrent=rows).generate(PROBLEMS, GROUP_SIZE, sampling, step=STEP)
+        for rows in (None, 1, 5)
     ]
     assert_equal_to_twin(policy, whole, sampling, 1e-10)
     for groups in cut:
@@ -91,22 +108,74 @@ def test_ids_and_log_probs_equal_the_twin_in_any_schedule(family: str, name: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_any_call_with_any_slots_equals_the_twin(family: str, data: st.DataObject) -> None:
+    prompt = st.lists(st.integers(5, 259), min_size=1, max_size=12)
+    problems = problems_of(*data.draw(st.lists(prompt, min_size=1, max_size=3)))
+    group_size = data.draw(st.integers(1, 3))
+    sampling = SamplingParams(max_new_tokens=data.draw(st.integers(1, 6)))
+    max_concurrent = data.draw(st.none() | st.integers(1, 10))
+
+    def any_shape(*args: Any) -> SlotShape:
+        shape = slot_shape(*args)
+        return replace(shape, prompt_slots=data.draw(st.integers(1, min(len(problems), shape.slots))))
+
+    handed: list[tuple[int, Group]] = []
+    with mock.patch.object(engine, "slot_shape", any_shape):
+        groups = SlotEngine(policy_of(family), seed=SEED, max_concurrent=max_concurrent).generate(
+            problems, group_size, sampling, step=STEP, on_group=lambda index, group: handed.append((index, group))
+        )
+    assert [group.problem for group in groups] == problems
+    assert [len(group.rollouts) for group in groups] == [group_size] * len(problems)
+    assert sorted(handed, key=lambda pair: pair[0]) == list(enumerate(groups))
+    assert_equal_to_twin(policy_of(family), groups, sampling, 1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [None, 2])
 def test_log_probs_in_fp32_equal_those_of_whole_rows(family: str, rows: int | None) -> None:
-    policy = tiny_policy(family, end_ids=END_IDS)
+    policy = policy_of(family, torch.float32)
     sampling = SamplingParams(max_new_tokens=7, temperature=0.7)
-    groups = BatchEngine(policy, seed=SEED, max_concurrent=rows).generate(PROBLEMS, GROUP_SIZE, sampling, step=STEP)
+    groups = SlotEngine(policy, seed=SEED, max_concurrent=rows).generate(PROBLEMS, GROUP_SIZE, sampling, step=STEP)
     for group in groups:
         for rollout in group.rollouts:
             expected = naive_logprobs(policy, group.problem.prompt_ids, rollout.completion_ids, 0.7)
             assert rollout.sampler_logprobs_T == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_does_no_harm_with_eager_attention(family: str) -> None:
-    policy = tiny_policy(family, end_ids=END_IDS)
-    policy.model.get_base_model().set_attn_implementation("eager")
-    for group in BatchEngine(policy, seed=SEED).generate(PROBLEMS, 2, SAMPLINGS["plain"], step=STEP):
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+@pytest.mark.parametrize(("dtype", "mean_gap"), [(torch.float16, 0.005), (torch.bfloat16, 0.04)])
+def test_log_probs_in_16_bits_are_those_of_whole_rows_up_to_rounding(
+    family: str, dtype: torch.dtype, mean_gap: float
+) -> None:
+    policy = policy_of(family, dtype)
+    gaps: list[float] = []
+    for group in SlotEngine(policy, seed=SEED, max_concurrent=5).generate(
+        PROBLEMS, GROUP_SIZE, SAMPLINGS["plain"], step=STEP
+    ):
         for rollout in group.rollouts:
-            expected = naive_logprobs(policy, group.problem.prompt_ids, rollout.completion_ids, 1.0)
-            assert rollout.sampler_logprobs_T == pytest.approx(expected.tolist(), abs=1e-4)
+            expected_T = naive_logprobs(policy, group.problem.prompt_ids, rollout.completion_ids, 1.0)
+            gaps += (expected_T.double() - torch.tensor(rollout.sampler_logprobs_T)).abs().tolist()
+    assert 0 < sum(gaps) / len(gaps) < mean_gap
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_in_fp32_equal_those_of_the_stock_model(family: str) -> None:
+    policy, stock = policy_of(family, torch.float32), tiny_model(family)
+    stock.set_attn_implementation("eager")
+    with policy.reference():
+        groups = SlotEngine(policy, seed=SEED, max_concurrent=5).generate(
+            PROBLEMS, GROUP_SIZE, SAMPLINGS["plain"], step=STEP
+        )
+    gaps_to_adapter = []
+    for group in groups:
+        for rollout in group.rollouts:
+            prompt, completion = group.problem.prompt_ids, rollout.completion_ids
+            ids = torch.tensor([[*prompt, *completion]])
+            with torch.no_grad():
+                logprobs_T_V = torch.log_softmax(stock(input_ids=ids).logits[0, len(prompt) - 1 : -1], dim=-1)
+            expected_T = logprobs_T_V.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert rollout.sampler_logprobs_T == pytest.approx(expected_T.tolist(), abs=1e-4)
+            gaps_to_adapter.append((naive_logprobs(policy, prompt, completion, 1.0) - expected_T).abs().max().item())
+    assert max(gaps_to_adapter) > 0.1, "with the adapter it is another model, or this shows nothing"

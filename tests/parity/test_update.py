@@ -1,8 +1,10 @@
-"""The update against its naive twin: every row alone, all logits, plain autograd, one backward."""
+"""The update against its naive twin: every answer alone, all logits, plain autograd, one backward."""
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -11,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lowmem_grpo import attention
 from lowmem_grpo.model import Policy
-from lowmem_grpo.types import ScoredGroup
+from lowmem_grpo.types import PackedMicroBatch, ScoredGroup
 from tests.helpers import (
     RecordingSGD,
+    adapted_layers,
     assert_gradients_close,
     gradients_of,
     group_of,
@@ -71,6 +75,8 @@ def naive_loss(
     for (p, g), advantage, length in answers:
         prompt, completion = groups[p].group.problem.prompt_ids, groups[p].group.rollouts[g].completion_ids
         logprobs_T = naive_logprobs(policy, prompt, completion, TEMPERATURE, grad=True)
+        with policy.model.disable_adapter():
+            reference_T = naive_logprobs(policy, prompt, completion, TEMPERATURE) if kl_coef else logprobs_T
         difference_T = logprobs_T - (logprobs_T.detach() if old is None else old[p, g])
         if loss == "gspo":
             difference_T = difference_T.mean().expand(length)
@@ -79,9 +85,7 @@ def naive_loss(
             clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
             token = -torch.minimum(ratio * advantage, clipped * advantage)
             if kl_coef:
-                with policy.model.disable_adapter():
-                    reference = naive_logprobs(policy, prompt, completion, TEMPERATURE)[t]
-                gap = reference - logprobs_T[t]
+                gap = reference_T[t] - logprobs_T[t]
                 token = token + kl_coef * (gap.exp() - gap - 1)
             terms.append(naive_weight(aggregation, length, lengths) * token)
     return torch.stack(terms).sum()
@@ -107,13 +111,14 @@ def llama64() -> Policy:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_gradients_of_every_lora_weight_equal_the_twin(family: str, dtype: torch.dtype) -> None:
-    policy = tiny_policy(family, dtype)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gradients_of_every_lora_weight_equal_the_twin(family: str, dtype: torch.dtype, checkpointing: bool) -> None:
+    policy = tiny_policy(family, dtype, checkpointing=checkpointing)
     groups = random_groups()
     loss, expected = naive_gradients(policy, groups)
-    assert len(expected) == 2 * 7 * 2  # A and B, seven linear layers, two blocks
+    assert len(expected) == 2 * adapted_layers(family)
     updater = updater_of(policy)
-    assert_gradients_close(gradients_of(updater, pack(groups, micro_batch_tokens=24)), expected, TOLERANCE[dtype])
+    assert_gradients_close(gradients_of(updater, pack(groups, micro_batch_tokens=12)), expected, TOLERANCE[dtype])
     metrics = updater.update(pack(groups), 0)
     assert metrics["optim/loss"] == pytest.approx(loss, abs=1e-6)
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
@@ -131,33 +136,110 @@ def test_gradients_with_an_untied_head_equal_the_twin(family: str) -> None:
 def test_aggregations_equal_the_twin(llama64: Policy, aggregation: str) -> None:
     groups = random_groups()
     loss, expected = naive_gradients(llama64, groups, aggregation=aggregation)
-    micro_batches = pack(groups, aggregation=aggregation, micro_batch_tokens=20, max_new_tokens=MAX_NEW_TOKENS)
+    micro_batches = pack(groups, aggregation=aggregation, micro_batch_tokens=12, max_new_tokens=MAX_NEW_TOKENS)
     updater = updater_of(llama64)
     assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
     assert updater.update(micro_batches, 0)["optim/loss"] == pytest.approx(loss, abs=1e-12)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(budget=st.integers(1, 120), chunk=st.integers(1, 40), order=st.permutations(range(3)))
-def test_no_cut_no_chunk_and_no_order_changes_the_gradient(
-    llama64: Policy, budget: int, chunk: int, order: list[int]
+REWARDS = [(0.0, 2.0, 0.0), (0.5, 0.5, 0.5), (1.0, None, 0.0), (3.0, 1.0, 2.0)]
+"""The second teaches nothing, and one answer of the third has no reward."""
+
+
+def varied_groups(seed: int) -> list[ScoredGroup]:
+    """One to three groups of three answers, everything about them drawn; the first always teaches."""
+    draw = random.Random(seed)
+    rewards = [(1.0, 0.0, 0.25), *(draw.choice(REWARDS) for _ in range(draw.randint(0, 2)))]
+    ids = lambda shortest, longest: [draw.randint(5, 259) for _ in range(draw.randint(shortest, longest))]  # noqa: E731
+    return [group_of(ids(2, 8), [ids(1, 9) for _ in range(3)], rewards_G) for rewards_G in rewards]
+
+
+@functools.cache
+def twin_of(family: str, seed: int) -> tuple[Policy, dict[str, Tensor]]:
+    """A policy and its naive gradients on `varied_groups`: the twin is slow, and no cut changes it."""
+    policy = tiny_policy(family, torch.float64)
+    return policy, naive_gradients(policy, varied_groups(seed))[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 3),
+    budget=st.integers(1, 90),
+    tile_tokens=st.one_of(st.integers(1, 15), st.integers(1, 300)),
+    chunk=st.integers(1, 40),
+    flipped=st.booleans(),
+)
+def test_no_cut_no_tile_no_chunk_and_no_order_changes_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, family: str, seed: int, budget: int, tile_tokens: int, chunk: int, flipped: bool
 ) -> None:
-    groups = random_groups()
-    expected = CUT_BY_DEFAULT.get("gradients") or gradients_of(updater_of(llama64), pack(groups))
-    CUT_BY_DEFAULT["gradients"] = expected
-    updater = updater_of(llama64, head_chunk_tokens=chunk)
-    micro_batches = pack([groups[p] for p in order], micro_batch_tokens=budget)
-    assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
+    monkeypatch.setattr(attention, "TILE_TOKENS", tile_tokens)
+    groups = varied_groups(seed)[:: -1 if flipped else 1]
+    policy, expected = twin_of(family, seed)
+    micro_batches = pack(groups, micro_batch_tokens=budget)
+    assert_gradients_close(gradients_of(updater_of(policy, head_chunk_tokens=chunk), micro_batches), expected, 1e-10)
+    forwarded = sorted(row for micro in micro_batches for row in micro.rows)
+    assert forwarded == [
+        (p, g)
+        for p, group in enumerate(groups)
+        for g, reward in enumerate(group.totals)
+        if reward is not None and len(set(group.totals)) > 1
+    ]
 
 
-CUT_BY_DEFAULT: dict[str, dict[str, Tensor]] = {}
+# How often a prompt is forwarded. Prompts of 3, 1 and 6 tokens, each recognised by its first.
+
+PROMPTS = ((201, 202, 203), (211,), (221, 222, 223, 224, 225, 226))
+LENGTHS = ((4, 2, 6), (3, 3, 2), (5, 1, 3))
+
+
+def forwarded_ids(policy: Policy, micro_batches: Sequence[PackedMicroBatch], **changes: object) -> list[list[int]]:
+    """The tokens of every forward of one update."""
+    seen: list[list[int]] = []
+    embeddings = policy.model.get_base_model().get_input_embeddings()
+    handle = embeddings.register_forward_pre_hook(lambda _module, args: seen.append(args[0].flatten().tolist()))
+    updater_of(policy, **changes).update(micro_batches, 0)
+    handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes", "times"),
+    [
+        (64, [39], (1, 1, 1)),  # 3 + 12, 1 + 8 and 6 + 9 tokens
+        (15, [15, 15, 9], (1, 1, 1)),  # each group fits: each prompt once
+        (12, [12, 11, 9, 9, 7], (2, 1, 2)),  # 6 + 5 + 1, 3 + 6 + 2, 6 + 3, 1 + 8, 3 + 4
+        (1, [11, 9, 9, 7, 7, 5, 4, 4, 3], (3, 3, 3)),
+    ],
+)
+def test_a_prompt_is_forwarded_once_in_each_micro_batch_that_holds_its_answers(
+    budget: int, sizes: list[int], times: tuple[int, ...]
+) -> None:
+    groups = [
+        group_of(prompt, [range(20, 20 + n) for n in lengths], (0.0, 1.0, 2.0))
+        for prompt, lengths in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    micro_batches = pack(groups, micro_batch_tokens=budget)
+    policy = tiny_policy()
+    forwards = forwarded_ids(policy, micro_batches)
+    assert [len(ids) for ids in forwards] == sizes
+    for prompt, expected in zip(PROMPTS, times, strict=True):
+        for token in prompt:
+            counts = [ids.count(token) for ids in forwards]
+            assert max(counts) == 1, "twice within one micro-batch"
+            assert sum(counts) == expected
+    # Every answer is there once: its first token is 20.
+    assert sum(ids.count(20) for ids in forwards) == 9
+    # The reference forwards the same once more, not the prompts alone or twice.
+    both = forwarded_ids(policy, micro_batches, kl_coef=0.1)
+    assert both == [ids for ids in forwards for _ in range(2)]
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_checkpointing_recomputes_each_layer_and_changes_nothing(llama64: Policy, checkpointing: bool) -> None:
     policy = tiny_policy("llama", torch.float64, checkpointing=checkpointing)
-    micro_batches = pack(random_groups(), micro_batch_tokens=24)
-    assert len(micro_batches) > 2
+    micro_batches = pack(random_groups(), micro_batch_tokens=12)
+    assert len(micro_batches) == 3
     forwards = [0, 0]
 
     def count(layer: int) -> None:
@@ -196,7 +278,7 @@ def test_kl_to_the_reference_equals_the_twin(policy64: Policy) -> None:
     groups = random_groups()
     loss, expected = naive_gradients(policy64, groups, kl_coef=0.3)
     plain, _ = naive_gradients(policy64, groups)
-    micro_batches = pack(groups, skip_dead=False, micro_batch_tokens=24)
+    micro_batches = pack(groups, skip_dead=False, micro_batch_tokens=12)
     updater = updater_of(policy64, kl_coef=0.3)
     assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
     metrics = updater.update(micro_batches, 0)
@@ -223,13 +305,14 @@ def test_a_second_use_compares_with_the_log_probs_of_the_first(loss: str, clip: 
         loss_options={"clip_low": clip[0], "clip_high": clip[1]},
         updates_per_rollout=2,
     )
-    metrics = updater.update(pack(groups, micro_batch_tokens=24), 0)
+    metrics = updater.update(pack(groups, micro_batch_tokens=12), 0)
     optimizer = updater.optimizer
     assert isinstance(optimizer, RecordingSGD)
     assert_gradients_close(optimizer.gradients[0], first, 1e-10)
     with torch.no_grad():
         for name, parameter in policy.trainable_parameters().items():
             parameter.copy_(before[name] - 0.05 * first[name])
+    policy.refresh_adapter()
     second_loss, second = naive_gradients(policy, groups, loss=loss, clip=clip, old=old)
     assert len(optimizer.gradients) == 2
     assert_gradients_close(optimizer.gradients[1], second, 1e-9)

@@ -1,20 +1,23 @@
-"""How the batched engine works: what is forwarded when, when an answer ends, and what it refuses."""
+"""How the engine works: what is forwarded when, when an answer and a group end, and what it refuses."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from lowmem_grpo.errors import DataError, RunFailed
-from lowmem_grpo.model import Policy
-from lowmem_grpo.rollout import BatchEngine
-from lowmem_grpo.types import Rollout, SamplingParams
+from lowmem_grpo.errors import DataError, ModelError, RunFailed
+from lowmem_grpo.model import Policy, end_token_ids
+from lowmem_grpo.rollout import SlotEngine, decoding
+from lowmem_grpo.rollout.slots import KVSlots
+from lowmem_grpo.types import Group, Rollout, SamplingParams
 from tests.helpers import END_IDS, byte_ids, naive_logprobs, problems_of, script_answer, tiny_policy, watch_decoder
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +26,36 @@ def policy() -> Policy:
 
 
 def answer_to(policy: Policy, prompt: list[int], sampling: SamplingParams) -> Rollout:
-    [group] = BatchEngine(policy, seed=0).generate(problems_of(prompt), 1, sampling, step=1)
+    [group] = SlotEngine(policy, seed=0).generate(problems_of(prompt), 1, sampling, step=1)
     return group.rollouts[0]
+
+
+def lengths_of(groups: Sequence[Group]) -> list[list[int]]:
+    return [[len(rollout.completion_ids) for rollout in group.rollouts] for group in groups]
+
+
+def ids_of(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
+    return [[rollout.completion_ids for rollout in group.rollouts] for group in groups]
+
+
+def watch_slots(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[KVSlots]]:
+    """A weak reference to every store of keys and values that is made from now on."""
+    stores: list[weakref.ref[KVSlots]] = []
+
+    def watched(*args: Any) -> KVSlots:
+        store = KVSlots(*args)
+        stores.append(weakref.ref(store))
+        return store
+
+    monkeypatch.setattr(decoding, "KVSlots", watched)
+    return stores
 
 
 # What goes through the decoder.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_leaves_the_cache_on(family: str) -> None:
+def test_checkpointing_does_not_reach_the_sampler(family: str) -> None:
     policy = tiny_policy(family, checkpointing=True, end_ids=[2])
     policy.update_mode()  # as an update leaves it when it is interrupted
     with watch_decoder(policy) as calls:
@@ -40,68 +64,184 @@ def test_checkpointing_leaves_the_cache_on(family: str) -> None:
     assert len(rollout.completion_ids) == 5
 
 
-def test_a_prompt_is_left_padded_and_its_positions_start_at_its_first_token() -> None:
+def test_prompts_lie_behind_one_another_and_decode_positions_go_on_from_each() -> None:
     policy = tiny_policy(end_ids=[2])
     with watch_decoder(policy) as calls:
-        BatchEngine(policy, seed=0).generate(problems_of((40, 41), (50, 51, 52, 53)), 2, SamplingParams(2), step=1)
-    prefill, decode = calls.inputs
-    assert prefill["input_ids"].tolist() == [[2, 2, 40, 41], [50, 51, 52, 53]]
-    assert prefill["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    assert prefill["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    assert decode["attention_mask"].tolist() == [[0, 0, 1, 1, 1]] * 2 + [[1, 1, 1, 1, 1]] * 2
-    assert decode["position_ids"].tolist() == [[2], [2], [4], [4]]
+        groups = SlotEngine(policy, seed=0).generate(
+            problems_of((40, 41), (50, 51, 52, 53)), 2, SamplingParams(3), step=1
+        )
+    prefill, *decodes = calls.inputs
+    assert prefill["input_ids"].tolist() == [[40, 41, 50, 51, 52, 53]]
+    assert prefill["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert [decode["position_ids"].tolist() for decode in decodes] == [[[2], [2], [4], [4]], [[3], [3], [5], [5]]]
+    fed = [[[ids[t]] for ids_G in ids_of(groups) for ids in ids_G] for t in range(2)]
+    assert [decode["input_ids"].tolist() for decode in decodes] == fed
 
 
 @pytest.mark.parametrize(
     ("max_concurrent", "prefills"),
     [
-        (None, [(2, 4)]),
-        (6, [(2, 4)]),
+        (None, [(1, 6)]),
+        (100, [(1, 6)]),
+        (6, [(1, 6)]),
+        (4, [(1, 6)]),  # three answers to the first prompt, one to the second
         (3, [(1, 4), (1, 2)]),
-        # Waves of two: the middle one holds the last answer to the first prompt and the first to the second.
-        (2, [(1, 4), (2, 4), (1, 2)]),
-        (1, [(1, 4)] * 3 + [(1, 2)] * 3),
+        (2, [(1, 4), (1, 2)]),
+        (1, [(1, 4), (1, 2)]),
     ],
 )
-def test_each_prompt_is_forwarded_once_per_wave(
+def test_each_prompt_is_forwarded_once_per_call(
     policy: Policy, max_concurrent: int | None, prefills: list[tuple[int, int]]
 ) -> None:
-    engine = BatchEngine(policy, seed=0, max_concurrent=max_concurrent)
+    engine = SlotEngine(policy, seed=0, max_concurrent=max_concurrent)
     with watch_decoder(policy) as calls:
         groups = engine.generate(problems_of((50, 51, 52, 53), (40, 41)), 3, SamplingParams(6), step=1)
     assert [shape for shape in calls.shapes if shape[1] > 1] == prefills
     # Every token but the last of each answer is fed back exactly once.
     fed = sum(rows for rows, length in calls.shapes if length == 1)
-    assert fed == sum(len(rollout.completion_ids) - 1 for group in groups for rollout in group.rollouts)
+    assert fed == sum(length - 1 for lengths_G in lengths_of(groups) for length in lengths_G)
 
 
-def test_finished_rows_leave_the_batch_at_once(policy: Policy) -> None:
+def test_prompts_are_forwarded_together_up_to_a_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    problems = problems_of(*((40,) * length for length in (4, 3, 3, 9, 2)))
+    whole = SlotEngine(policy, seed=0).generate(problems, 2, SamplingParams(1), step=1)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 7)
     with watch_decoder(policy) as calls:
-        groups = BatchEngine(policy, seed=0).generate(problems_of((40, 41, 42), (60,)), 8, SamplingParams(12), step=1)
-    lengths = [len(rollout.completion_ids) for group in groups for rollout in group.rollouts]
+        cut = SlotEngine(policy, seed=0).generate(problems, 2, SamplingParams(1), step=1)
+    assert calls.shapes == [(1, 7), (1, 3), (1, 9), (1, 2)], "4 + 3 fit, and 9 goes alone"
+    assert ids_of(cut) == ids_of(whole)
+
+
+def test_finished_rows_leave_at_once(policy: Policy) -> None:
+    with watch_decoder(policy) as calls:
+        groups = SlotEngine(policy, seed=0).generate(problems_of((40, 41, 42), (60,)), 8, SamplingParams(12), step=1)
+    lengths = [length for lengths_G in lengths_of(groups) for length in lengths_G]
     living = [sum(length > position for length in lengths) for position in range(1, max(lengths))]
-    assert calls.shapes == [(2, 3), *((rows, 1) for rows in living)]
+    assert calls.shapes == [(1, 4), *((rows, 1) for rows in living)]
     assert len(set(living)) > 3, "rows must finish at different times, or this shows nothing"
+
+
+def test_a_free_slot_is_filled_at_once(policy: Policy) -> None:
+    problems = problems_of((40, 41, 42), (60,), (70, 71))  # with five slots for groups of four, all prompts fit
+    counts = [0]
+    with watch_decoder(policy) as calls:
+        groups = SlotEngine(policy, seed=0, max_concurrent=5).generate(
+            problems, 4, SamplingParams(12), step=1, on_progress=lambda _done, _all, tokens: counts.append(tokens)
+        )
+    rows_per_step, decoded_per_step = [], []
+    waiting = [length for lengths_G in lengths_of(groups) for length in lengths_G]
+    live: list[int] = []
+    while waiting or live:
+        decoded_per_step.append(len(live))  # the first token of a new row comes with its prompt
+        while waiting and len(live) < 5:
+            live.append(waiting.pop(0))
+        rows_per_step.append(len(live))
+        live = [length - 1 for length in live if length > 1]
+    assert [after - before for before, after in pairwise(counts)] == rows_per_step
+    # A prompt of one token starts at position 0, which no decode does.
+    decodes = [
+        shape for shape, call in zip(calls.shapes, calls.inputs, strict=True) if call["position_ids"].flatten()[0] > 0
+    ]
+    assert decodes == [(rows, 1) for rows in decoded_per_step if rows]
+    assert rows_per_step.count(5) > 3, "as long as rows wait, five decode"
 
 
 def test_nothing_is_decoded_for_a_limit_of_one(policy: Policy) -> None:
     with watch_decoder(policy) as calls:
-        [group] = BatchEngine(policy, seed=0).generate(problems_of((40, 41)), 4, SamplingParams(1), step=1)
+        [group] = SlotEngine(policy, seed=0).generate(problems_of((40, 41)), 4, SamplingParams(1), step=1)
     assert calls.shapes == [(1, 2)]
     assert [len(rollout.completion_ids) for rollout in group.rollouts] == [1] * 4
 
 
-def test_progress_counts_answers_and_tokens_over_all_waves(policy: Policy) -> None:
+def test_progress_counts_answers_and_tokens(policy: Policy) -> None:
     seen: list[tuple[int, int, int]] = []
-    engine = BatchEngine(policy, seed=0, max_concurrent=2)
-    groups = engine.generate(
+    groups = SlotEngine(policy, seed=0).generate(
         problems_of((40, 41), (50,)), 2, SamplingParams(6), step=1, on_progress=lambda *counts: seen.append(counts)
     )
-    lengths = [[len(rollout.completion_ids) for rollout in group.rollouts] for group in groups]
-    assert len(seen) == max(lengths[0]) + max(lengths[1])
-    assert seen[0] == (sum(length == 1 for length in lengths[0]), 4, 2)
-    assert seen[max(lengths[0]) - 1] == (2, 4, sum(lengths[0]))
-    assert seen[-1] == (4, 4, sum(lengths[0]) + sum(lengths[1]))
+    lengths = [length for lengths_G in lengths_of(groups) for length in lengths_G]
+    assert seen == [
+        (sum(length <= step for length in lengths), 4, sum(min(length, step) for length in lengths))
+        for step in range(1, max(lengths) + 1)
+    ]
+    assert seen[-1] == (4, 4, sum(lengths))
+
+
+@pytest.mark.parametrize("max_concurrent", [4, 1])
+def test_progress_goes_on_over_refills(policy: Policy, max_concurrent: int) -> None:
+    seen: list[tuple[int, int, int]] = []
+    groups = SlotEngine(policy, seed=0, max_concurrent=max_concurrent).generate(
+        problems_of((40, 41), (50,)), 3, SamplingParams(6), step=1, on_progress=lambda *counts: seen.append(counts)
+    )
+    total = sum(length for lengths_G in lengths_of(groups) for length in lengths_G)
+    assert seen == sorted(seen)
+    assert seen[-1] == (6, 6, total)
+    if max_concurrent == 1:
+        assert [tokens for _, _, tokens in seen] == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize("max_concurrent", [None, 6, 6000])
+def test_slots_are_no_more_than_rows(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy, max_concurrent: int | None
+) -> None:
+    stores = watch_slots(monkeypatch)
+    groups = SlotEngine(policy, seed=0, max_concurrent=max_concurrent).generate(
+        problems_of((40, 41), (50,)), 3, SamplingParams(6), step=1, on_progress=lambda *_: check_shape(stores)
+    )
+    assert [len(lengths_G) for lengths_G in lengths_of(groups)] == [3, 3]
+    assert len(stores) == 1
+
+
+def check_shape(stores: Sequence[weakref.ref[KVSlots]]) -> None:
+    [store] = [store() for store in stores]
+    assert store is not None
+    assert (store.shape.slots, store.shape.prompt_slots, store.shape.prompt_tokens) == (6, 2, 2)
+
+
+# When a group is done.
+
+
+def test_a_group_is_handed_over_as_soon_as_its_last_answer_is_finished(policy: Policy) -> None:
+    problems = problems_of((40, 41, 42), (60,), (70, 71), (80,))
+    steps_done: list[int] = []
+    handed: list[tuple[int, int, Group]] = []
+    groups = SlotEngine(policy, seed=0).generate(
+        problems,
+        3,
+        SamplingParams(12),
+        step=1,
+        on_progress=lambda finished, *_: steps_done.append(finished),
+        on_group=lambda index, group: handed.append((index, len(steps_done) + 1, group)),
+    )
+    steps = [max(lengths_G) for lengths_G in lengths_of(groups)]
+    assert sorted((index, step) for index, step, _ in handed) == list(enumerate(steps))
+    assert [step for _, step, _ in handed] == sorted(steps)
+    assert all(group is groups[index] for index, _, group in handed)
+    assert [group.problem for group in groups] == problems
+    assert min(steps) < max(steps), "groups must end at different times, or this shows nothing"
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 2, 5])
+def test_every_group_is_handed_over_once_while_others_wait(policy: Policy, max_concurrent: int) -> None:
+    problems = problems_of((40, 41, 42), (60,), (70, 71))
+    handed: list[int] = []
+    finished = [0]
+    finished_before: list[int] = []
+
+    def on_group(index: int, group: Group) -> None:
+        assert group.problem is problems[index]
+        handed.append(index)
+        finished_before.append(finished[-1])
+
+    groups = SlotEngine(policy, seed=0, max_concurrent=max_concurrent).generate(
+        problems, 3, SamplingParams(12), step=1, on_progress=lambda done, *_: finished.append(done), on_group=on_group
+    )
+    assert sorted(handed) == [0, 1, 2]
+    assert finished_before[0] < 6, "the first group comes while two others are not finished"
+    if max_concurrent == 1:
+        assert (handed, finished_before) == ([0, 1, 2], [2, 5, 8])
+    assert ids_of(groups) == ids_of(SlotEngine(policy, seed=0).generate(problems, 3, SamplingParams(12), step=1))
 
 
 # When an answer ends.
@@ -110,7 +250,7 @@ def test_progress_counts_answers_and_tokens_over_all_waves(policy: Policy) -> No
 def test_every_end_token_of_the_model_and_of_the_tokenizer_ends_an_answer() -> None:
     policy = tiny_policy(end_ids=range(100, 180))  # the tokenizer adds 2
     assert policy.end_ids == {2, *range(100, 180)}
-    groups = BatchEngine(policy, seed=0).generate(problems_of((40, 41), (60,)), 16, SamplingParams(10), step=1)
+    groups = SlotEngine(policy, seed=0).generate(problems_of((40, 41), (60,)), 16, SamplingParams(10), step=1)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for rollout in rollouts:
         *inner, last = rollout.completion_ids
@@ -192,7 +332,7 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(monkeypatch: pytest.
 
 def test_filters_leave_log_probs_those_of_the_full_softmax(policy: Policy) -> None:
     sampling = SamplingParams(6, temperature=0.7, top_k=5, top_p=0.8, min_p=0.1)
-    groups = BatchEngine(policy, seed=0).generate(problems_of((40, 41, 42), (60,)), 4, sampling, step=1)
+    groups = SlotEngine(policy, seed=0).generate(problems_of((40, 41, 42), (60,)), 4, sampling, step=1)
     for group in groups:
         for rollout in group.rollouts:
             full = naive_logprobs(policy, group.problem.prompt_ids, rollout.completion_ids, 0.7)
@@ -206,7 +346,7 @@ def test_filters_leave_log_probs_those_of_the_full_softmax(policy: Policy) -> No
 
 def test_equal_prompts_are_groups_of_their_own(policy: Policy) -> None:
     twice = problems_of((40, 41, 42), (40, 41, 42))
-    first, second = BatchEngine(policy, seed=0).generate(twice, 3, SamplingParams(8), step=1)
+    first, second = SlotEngine(policy, seed=0).generate(twice, 3, SamplingParams(8), step=1)
     assert [group.problem.id for group in (first, second)] == ["p-0", "p-1"]
     answers = [rollout.completion_ids for group in (first, second) for rollout in group.rollouts]
     assert len(set(answers)) == 6
@@ -215,7 +355,7 @@ def test_equal_prompts_are_groups_of_their_own(policy: Policy) -> None:
 @pytest.mark.parametrize(("seed", "step"), [(1, 1), (0, 2)])
 def test_seed_and_step_change_the_answers_and_nothing_else_does(policy: Policy, seed: int, step: int) -> None:
     def answers(seed: int, step: int) -> list[tuple[int, ...]]:
-        [group] = BatchEngine(policy, seed=seed).generate(problems_of((40, 41)), 4, SamplingParams(8), step=step)
+        [group] = SlotEngine(policy, seed=seed).generate(problems_of((40, 41)), 4, SamplingParams(8), step=step)
         return [rollout.completion_ids for rollout in group.rollouts]
 
     torch.manual_seed(1)
@@ -225,48 +365,104 @@ def test_seed_and_step_change_the_answers_and_nothing_else_does(policy: Policy, 
     assert all(new != old for new, old in zip(answers(seed, step), before, strict=True))
 
 
+# What is kept.
+
+
 def test_keys_and_values_live_only_inside_generate(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
-    caches: list[weakref.ref[DynamicCache]] = []
-    new_cache = policy.new_cache
-
-    def watched() -> DynamicCache:
-        cache = new_cache()
-        caches.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr(policy, "new_cache", watched)
+    stores = watch_slots(monkeypatch)
     alive_per_step: list[int] = []
-    BatchEngine(policy, seed=0, max_concurrent=2).generate(
-        problems_of((40, 41, 42)),
-        4,
-        SamplingParams(4),
-        step=1,
-        on_progress=lambda *_: alive_per_step.append(sum(cache() is not None for cache in caches)),
-    )
-    assert len(caches) == 2
-    assert set(alive_per_step) == {1}, "the cache of a wave is gone when the next one starts"
-    assert [cache() for cache in caches] == [None, None]
+    for _ in range(2):
+        SlotEngine(policy, seed=0, max_concurrent=2).generate(
+            problems_of((40, 41, 42)),
+            4,
+            SamplingParams(4),
+            step=1,
+            on_progress=lambda *_: alive_per_step.append(sum(store() is not None for store in stores)),
+        )
+    assert len(stores) == 2
+    assert set(alive_per_step) == {1}, "those of one call are gone when the next one starts"
+    assert [store() for store in stores] == [None, None]
+
+
+class Interruption(BaseException):
+    """What no `except Exception` would catch, as a stop by signal is."""
+
+
+def raise_in_on_group(_: pytest.MonkeyPatch, __: Policy, error: BaseException) -> dict[str, Callable[..., None]]:
+    def on_group(index: int, group: Group) -> None:
+        raise error
+
+    return {"on_group": on_group}
+
+
+def raise_in_on_progress(_: pytest.MonkeyPatch, __: Policy, error: BaseException) -> dict[str, Callable[..., None]]:
+    def on_progress(finished: int, answers: int, tokens: int) -> None:
+        if finished:
+            raise error
+
+    return {"on_progress": on_progress}
+
+
+def raise_in_decode(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy, error: BaseException
+) -> dict[str, Callable[..., None]]:
+    own, calls = policy.tokenizer.decode, iter(range(1000))
+
+    def decode(*args: Any, **kwargs: Any) -> str:
+        if next(calls) == 4:
+            raise error
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(policy.tokenizer, "decode", decode)
+    return {}
+
+
+@pytest.mark.parametrize("break_it", [raise_in_on_group, raise_in_on_progress, raise_in_decode])
+@pytest.mark.parametrize("kind", [ValueError, Interruption])
+def test_an_exception_comes_through_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Policy,
+    kind: type[BaseException],
+    break_it: Callable[[pytest.MonkeyPatch, Policy, BaseException], dict[str, Callable[..., None]]],
+) -> None:
+    problems, sampling = problems_of((40, 41, 42), (60,), (70, 71)), SamplingParams(8)
+    expected = SlotEngine(policy, seed=0, max_concurrent=4).generate(problems, 3, sampling, step=1)
+    engine, error = SlotEngine(policy, seed=0, max_concurrent=4), kind("broken")
+    with monkeypatch.context() as patch:
+        stores = watch_slots(patch)
+        callbacks = break_it(patch, policy, error)
+        with pytest.raises(kind) as caught:
+            engine.generate(problems, 3, sampling, step=1, **callbacks)
+    assert caught.value is error
+    assert (str(error), error.__cause__, error.__context__) == ("broken", None, None)
+    assert len(stores) == 1
+    del caught
+    error.__traceback__ = None  # it holds the frames of the call
+    assert stores[0]() is None
+    assert engine.generate(problems, 3, sampling, step=1) == expected
 
 
 # What is refused.
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(policy: Policy) -> None:
-    problems = problems_of((40,), tuple([40] * 509))  # the context holds 512
-    with pytest.raises(
-        DataError, match=r"prompt of p-1 has 509 tokens and with rollout.max_new_tokens=4 exceeds .* 512"
-    ):
-        BatchEngine(policy, seed=0).generate(problems, 1, SamplingParams(4), step=1)
+@pytest.mark.parametrize(("length", "max_new_tokens"), [(509, 4), (512, 1), (600, 4)])
+def test_a_prompt_that_leaves_no_room_is_refused(policy: Policy, length: int, max_new_tokens: int) -> None:
+    problems = problems_of((40,), (40,) * length)  # the context holds 512
+    with watch_decoder(policy) as calls, pytest.raises(DataError) as caught:
+        SlotEngine(policy, seed=0).generate(problems, 1, SamplingParams(max_new_tokens), step=1)
+    assert str(caught.value) == (
+        f"The prompt of p-1 has {length} tokens and with rollout.max_new_tokens={max_new_tokens} exceeds the model's "
+        "context of 512."
+    )
+    assert calls.shapes == [], "it is known before anything is computed"
 
 
 def test_a_prompt_that_just_fits_is_answered(policy: Policy) -> None:
     assert len(answer_to(policy, [40] * 511, SamplingParams(1)).completion_ids) == 1
 
 
-@pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_logits_stop_the_run(monkeypatch: pytest.MonkeyPatch, after: int, value: float) -> None:
-    policy = tiny_policy(end_ids=[2])
+def break_logits(monkeypatch: pytest.MonkeyPatch, policy: Policy, value: float, after: int) -> None:
+    """One value among the logits of the last row, after so many tokens."""
     own, calls = policy.logits, iter(range(10))
 
     def logits(hidden_B_H: torch.Tensor) -> torch.Tensor:
@@ -276,5 +472,48 @@ def test_non_finite_logits_stop_the_run(monkeypatch: pytest.MonkeyPatch, after: 
         return logits_B_V
 
     monkeypatch.setattr(policy, "logits", logits)
-    with pytest.raises(RunFailed, match="tiny gave non-finite logits while sampling"):
-        BatchEngine(policy, seed=0).generate(problems_of((40, 41)), 2, SamplingParams(8), step=1)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_logits_stop_the_run(monkeypatch: pytest.MonkeyPatch, after: int, value: float) -> None:
+    policy = tiny_policy(end_ids=[2])
+    break_logits(monkeypatch, policy, value, after)
+    with pytest.raises(RunFailed) as caught:
+        SlotEngine(policy, seed=0).generate(problems_of((40, 41), (50,)), 2, SamplingParams(8), step=1)
+    assert str(caught.value) == (
+        f"tiny gave non-finite logits while sampling token {after + 1} of an answer to p-1; with float16 try "
+        "model.compute_dtype=float32, otherwise lower optim.lr."
+    )
+
+
+def test_non_finite_logits_name_the_row_and_not_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy(end_ids=[2])
+    script_answer(monkeypatch, policy, [5] * 9)
+    break_logits(monkeypatch, policy, float("nan"), after=5)
+    with pytest.raises(RunFailed, match=r"while sampling token 2 of an answer to p-1;"):
+        # Each answer takes four steps, and the only slot then goes to the second problem.
+        SlotEngine(policy, seed=0, max_concurrent=1).generate(
+            problems_of((40, 41), (50,)), 1, SamplingParams(4), step=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("listed", "kept"), [([2, 264], {2}), ([5, 263, 5000, -1], {2, 5, 263}), (264, {2}), (None, {2})]
+)
+def test_end_tokens_outside_the_vocabulary_are_left_out(listed: int | list[int] | None, kept: set[int]) -> None:
+    base = tiny_model()  # 264 words
+    base.generation_config.eos_token_id = listed
+    assert end_token_ids(base, tiny_tokenizer()) == kept
+
+
+def test_only_end_tokens_outside_the_vocabulary_are_refused() -> None:
+    base, tokenizer = tiny_model(), tiny_tokenizer()
+    base.generation_config.eos_token_id = [5000, 264]
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError) as caught:
+        end_token_ids(base, tokenizer)
+    assert str(caught.value) == (
+        "The end token 264 is outside the model's vocabulary of 264, so no answer could ever end: the tokenizer "
+        "belongs to another model."
+    )
