@@ -29,6 +29,7 @@ from lowmem_grpo.catalog import (
     inspect_model,
     resolve_model,
 )
+from lowmem_grpo.catalog.folder import context_length
 from lowmem_grpo.catalog.progress import download_bar
 from lowmem_grpo.config import Config, LoadedConfig
 from lowmem_grpo.data import (
@@ -120,7 +121,7 @@ def preflight(
     config, base_dir = with_absolute_paths(loaded.config, loaded.base_dir), loaded.base_dir
     card = detect_card(config.device)
     dtype, dtype_warning = compute_dtype(card, config.model.compute_dtype)
-    _check_attention(config, card)
+    _check_attention(config, card, dtype)
     advantage_options = check_estimator_options(config.algorithm.advantage, config.algorithm.advantage_args)
     loss_options = check_loss_options(config.algorithm.loss, _loss_options(config))
     if config.lora.continue_from is not None:
@@ -349,7 +350,7 @@ def _loss_options(config: Config) -> dict[str, Any]:
 
 
 def _check_context(config: Config, model: ModelInfo) -> None:
-    context = model.config.get("max_position_embeddings")
+    context = context_length(model.config)
     wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if context is not None and wanted > context:
         raise DataError(
@@ -359,11 +360,14 @@ def _check_context(config: Config, model: ModelInfo) -> None:
         )
 
 
-def _check_attention(config: Config, card: Card) -> None:
+def _check_attention(config: Config, card: Card, dtype: str) -> None:
     if config.model.attention != "flash_attention_2":
         return
-    if card.device == "cpu":
-        raise ConfigError("model.attention is flash_attention_2, which needs a GPU: set model.attention=auto.")
+    if card.device == "cpu" or dtype == "float32":
+        raise ConfigError(
+            f"model.attention is flash_attention_2, which needs a GPU and 16 bits, not {dtype} on {card.name}: "
+            "set model.attention=auto."
+        )
     if importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             "model.attention is flash_attention_2 and flash-attn is not installed: "

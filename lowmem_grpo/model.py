@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from lowmem_grpo.attention import Layout, PackedLayout, capped, flash_attention_available, use_layouts
+from lowmem_grpo.catalog.folder import context_length
 from lowmem_grpo.errors import ModelError
 from lowmem_grpo.memory.decoded import hold_decoded_weights, linear_4bit_layers
 from lowmem_grpo.memory.head import chunked_logprobs
@@ -161,15 +162,9 @@ class Policy:
 
     @property
     def max_positions(self) -> int:
-        """The context length of the base, in tokens.
-
-        A rotary embedding that changes with the longest position of a batch ("longrope", "dynamic") is used up to its
-        original length only: beyond, an answer's log-probs would depend on its neighbours.
-        """
-        positions = int(self._config.max_position_embeddings)
-        rope = self._config.rope_parameters or {}
-        if rope.get("rope_type") in ("longrope", "dynamic"):
-            return min(positions, int(rope.get("original_max_position_embeddings", positions)))
+        """The context length of the base, in tokens; see `catalog.folder.context_length`."""
+        positions = context_length(self._config.to_dict())
+        assert positions is not None, "every supported family has max_position_embeddings"
         return positions
 
     @property

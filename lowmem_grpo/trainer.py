@@ -276,6 +276,8 @@ class Trainer:
         self.updater.skipped_in_a_row = self.progress.skipped_in_a_row
         if self.progress.loss_scale:
             self.updater.scaler.load_state_dict(self.progress.loss_scale)
+        if self.progress.rewards:
+            self.checked.rubric.restore(self.progress.rewards)
         return self.run_dir.truncate_to(state.offsets)
 
     def _write_adapter(self) -> None:

@@ -410,6 +410,25 @@ def test_steps_without_a_finite_gradient_are_counted_over_a_stop(
     assert (run_dir.status().state, run_dir.status().step) == ("failed", 9)
 
 
+def test_a_reward_that_has_worked_before_may_fail_throughout_a_step_after_a_stop(tmp_path: Path) -> None:
+    def fails_in_the_third_step(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        if calls >= 4:  # two groups a step, after which each answer is tried alone
+            raise ValueError("the service is away")
+        return [float(len(ids) + sum(ids) % 7) for ids in completion_ids]
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        nonlocal calls
+        try:
+            return fails_in_the_third_step(completion_ids)
+        finally:
+            calls += len(completion_ids) > 1
+
+    calls, functions = 0, {"reward": reward}
+    run_dir, _ = start_run(tiny_run("run.steps=2", rewards=["reward"]), tmp_path / "run", functions=functions)
+    resume_run(run_dir.path, ["run.steps=3"], functions=functions)
+    assert [row["reward/failures"] for row in run_dir.read("metrics")] == [0.0, 0.0, 8.0]
+
+
 @pytest.mark.parametrize("full_from", ["write optimizer.safetensors", "begin adapter", "move in step-000004"])
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_older_checkpoint(
     full_from: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -523,6 +542,10 @@ REFUSED = {
     "folder without an adapter": (["lora.continue_from={in}/adapter"], "has no adapter_config.json"),
     "too small a context": (["data.max_prompt_tokens=510"], "exceed the context of"),
     "unknown advantage option": (["algorithm.advantage_args={skale: true}"], "skale"),
+    "flash-attn without a GPU": (
+        ["model.attention=flash_attention_2"],
+        "model.attention is flash_attention_2, which needs a GPU and 16 bits, not float32",
+    ),
     "GPU that is not there": (["device=cuda:3"], "cuda:3"),
 }
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from lowmem_grpo.errors import ModelError
 
-__all__ = ["FAMILIES", "check_config", "check_file_names", "check_folder", "read_config", "weight_files"]
+__all__ = [
+    "FAMILIES",
+    "check_config",
+    "check_file_names",
+    "check_folder",
+    "context_length",
+    "read_config",
+    "weight_files",
+]
 
 FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 """The values of `model_type` that this package knows how to train."""
@@ -101,6 +109,24 @@ def check_config(config: Mapping[str, Any], label: str) -> tuple[str, bool]:
             "loading) or from a bitsandbytes NF4 model, so choose one of those."
         )
     return str(family), True
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """How many tokens prompt and answer may have together, by a model's config; None when it does not say.
+
+    A rotary embedding that changes with the longest position of a batch is used up to its original length only: beyond,
+    an answer's log-probs would depend on its neighbours.
+
+    >>> context_length({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+    ...                 "rope_scaling": {"type": "longrope"}})
+    4096
+    """
+    positions = config.get("max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if positions is None or rope.get("rope_type", rope.get("type")) not in ("longrope", "su", "dynamic"):
+        return positions
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return min(positions, original or positions)
 
 
 def _quantization_kind(quantization: Mapping[str, Any]) -> str:
