@@ -34,7 +34,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowmem_grpo.types import GroupSpan
 
-__all__ = ["HeadMath", "Layout", "PackedLayout", "flash_attention_available", "use_layouts"]
+__all__ = [
+    "HeadMath",
+    "Layout",
+    "PackedLayout",
+    "capped",
+    "flash_attention_available",
+    "masked_attention",
+    "softmax",
+    "use_layouts",
+]
 
 NAME = "lowmem_grpo"
 TILE_TOKENS = 256

@@ -89,7 +89,7 @@ class Policy:
 
     `model` is a peft model whose attention and adapter layers are the lean ones; called without a layout it computes
     what it always did. `end_ids` are all ids that end an answer. `attention` is "sdpa", "flash_attention_2", or "auto"
-    for flash-attn where it is installed and the card can use it.
+    for flash-attn where it is installed and the card can use it. `dtype` is that of activations, keys and values.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Policy:
 
     @property
     def hidden_width(self) -> int:
-        """H."""
+        """H, the width of a hidden state."""
         return int(self._config.hidden_size)
 
     @property

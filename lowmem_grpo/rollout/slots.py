@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.attention import HeadMath, PackedLayout, capped, softmax
 
-__all__ = ["DecodeLayout", "KVSlots", "PrefillLayout", "SlotShape"]
+__all__ = ["DecodeLayout", "KVSlots", "PrefillLayout", "SlotShape", "Target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class DecodeLayout:
 
     `prompt_of_row` names the prompt slot of each row, `prompt_lengths` the tokens in each prompt slot in use,
     `answer_lengths` the tokens that each answer slot holds before this step; the new one is written behind them.
+    `position_ids` (rows,) are the positions of the new tokens.
     """
 
     def __init__(
@@ -129,11 +130,11 @@ class DecodeLayout:
         for row, place in enumerate(flat):
             back[place] = row
         indices = torch.tensor([*flat, *back, *prompt_of_row, *prompt_lengths, *answer_lengths]).to(device)
-        self._place_of_row, self._row_of_place, prompt_of_row_R, self._prompt_lengths, self._answer_lengths = (
-            indices.split([self._rows, len(back), self._rows, self._prompts, self._rows])
+        self._place_of_row, self._row_of_place, prompt_of_row_R, prompt_lengths_P, self._answer_lengths = indices.split(
+            [self._rows, len(back), self._rows, self._prompts, self._rows]
         )
         self._all_rows = torch.arange(self._rows, device=device)
-        self.position_ids = self._prompt_lengths[prompt_of_row_R] + self._answer_lengths
+        self.position_ids = prompt_lengths_P[prompt_of_row_R] + self._answer_lengths
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, math: HeadMath) -> Tensor:
