@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.api import Run, evaluate, load, score, train
+    from lowmem_grpo.api import Run, baseline, evaluate, load, score, train
     from lowmem_grpo.config import Config
 
-__all__ = ["Config", "Run", "evaluate", "load", "score", "train"]
+__all__ = ["Config", "Run", "baseline", "evaluate", "load", "score", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Run", "evaluate", "load", "score", "train"]
+__all__ = ["Run", "baseline", "evaluate", "load", "score", "train"]
 
 AnyConfig = Config | Mapping[str, Any] | str | Path
 Functions = Mapping[str, Callable[..., Any]]
@@ -113,21 +113,38 @@ def train(
     data: Sequence[Mapping[str, Any]] | None = None,
     functions: Functions | None = None,
     run_dir: Path | str | None = None,
+    force: bool = False,
 ) -> Run:
     """Train and return the run; an interrupt finishes the step, saves, and returns as well.
 
     `config` is a recipe name, a YAML file, a mapping or a Config; `overrides` are `key=value`. `data` are rows in
     memory, in place of `data.source`. `functions` are reward functions by the name the config uses; they run in this
-    process. Raises UserError for a wrong input, RunFailed when the run cannot go on.
+    process. `force` trains even where the gate sees nothing to learn. Raises UserError for a wrong input, GateStopped
+    when the gate says no, RunFailed when the run cannot go on.
     """
     from lowmem_grpo.lifecycle import start_run
 
     folder = RunDir(Path(run_dir or _new_run_dir(config)).expanduser().absolute())
     try:
-        start_run(_loaded(config, overrides, data), folder.path, functions=functions)
+        start_run(_loaded(config, overrides, data), folder.path, functions=functions, force=force)
     except StopRequested as stopped:
         print(stopped)
     return Run(folder, functions)
+
+
+def baseline(
+    config: AnyConfig,
+    *overrides: str,
+    data: Sequence[Mapping[str, Any]] | None = None,
+    functions: Functions | None = None,
+) -> dict[str, Any]:
+    """The gate alone, as `lowmem-grpo baseline --json` prints it: what the base's answers leave to learn from.
+
+    Arguments as for `train`. Raises UserError for a wrong input.
+    """
+    from lowmem_grpo import lifecycle
+
+    return lifecycle.baseline(_loaded(config, overrides, data), functions=functions).to_json()
 
 
 def load(run: Run | Path | str) -> tuple[PeftModel, PreTrainedTokenizerBase]:

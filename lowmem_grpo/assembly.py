@@ -50,7 +50,7 @@ from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
 from lowmem_grpo.rollout import RolloutEngine, SlotEngine, SlotShape
 from lowmem_grpo.tasks import TASKS
-from lowmem_grpo.types import Card, SamplingParams
+from lowmem_grpo.types import Card, RunInfo, SamplingParams
 
 __all__ = [
     "Parts",
@@ -60,6 +60,7 @@ __all__ = [
     "evaluation_specs",
     "preflight",
     "reward_files",
+    "run_info",
     "sha256_of",
     "with_absolute_paths",
 ]
@@ -225,6 +226,22 @@ def sampling_params(config: Config) -> SamplingParams:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         stop=tuple(rollout.stop),
+    )
+
+
+def run_info(checked: Preflight, *, name: str, run_dir: str, steps: int, first_step: int = 1) -> RunInfo:
+    """What the sinks are told first."""
+    rollout = checked.config.rollout
+    return RunInfo(
+        name=name,
+        run_dir=run_dir,
+        model=checked.config.model.name,
+        device=checked.card.name,
+        steps=steps,
+        prompts_per_step=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        first_step=first_step,
     )
 
 

@@ -4,7 +4,8 @@
         adapter/adapter_model.safetensors   loads with PeftModel.from_pretrained
         adapter/adapter_config.json
         optimizer.safetensors
-        state.json                          step, counters, jsonl offsets, sha256 of the three files above and of itself
+        best/adapter_model.safetensors      the best adapter by dev score, where it is of an earlier step
+        state.json                          step, counters, jsonl offsets, sha256 of the files above and of itself
 
 A checkpoint is built in `.tmp-step-000020`, every file is synced, and one rename makes it visible. When step 20 is
 there already (saved again after a resume) it is first moved to `.replaced-step-000020`, which `latest` still finds.
@@ -41,7 +42,8 @@ _STATE = "state.json"
 _OPTIMIZER = "optimizer.safetensors"
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
-_HASHED = (f"adapter/{_WEIGHTS}", f"adapter/{_CONFIG}", _OPTIMIZER)
+_BEST = f"best/{_WEIGHTS}"
+_NEEDED = (f"adapter/{_WEIGHTS}", f"adapter/{_CONFIG}", _OPTIMIZER)
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -52,6 +54,7 @@ class TrainState:
 
     `adapter` has the key names of a peft file (`base_model.model....lora_A.weight`), `adapter_config` is the content
     of adapter_config.json, `progress` is JSON (data cursor, counters, best score), `offsets` is `RunDir.offsets()`.
+    `best` holds the best adapter by dev score, None where that is `adapter` itself.
 
     >>> TrainState(20, {}, {}, {"cursor": 80}, {"metrics": 4096}, {"r": 16}).step
     20
@@ -63,6 +66,7 @@ class TrainState:
     progress: Mapping[str, Any]
     offsets: Mapping[str, int]
     adapter_config: Mapping[str, Any]
+    best: Mapping[str, torch.Tensor] | None = None
 
 
 def save(run_dir: RunDir, state: TrainState, *, keep: int) -> Path:
@@ -90,12 +94,17 @@ def _fill(folder: Path, state: TrainState) -> None:
     (folder / "adapter").mkdir(parents=True)
     _write_adapter_files(folder / "adapter", state.adapter, state.adapter_config)
     _write_tensors(folder / _OPTIMIZER, state.optimizer)
+    if state.best is not None:
+        (folder / _BEST).parent.mkdir()
+        _write_tensors(folder / _BEST, state.best)
+        sync_folder((folder / _BEST).parent)
+    hashed = (*_NEEDED, *((_BEST,) if state.best is not None else ()))
     content = {
         "format": FORMAT,
         "step": state.step,
         "progress": state.progress,
         "offsets": state.offsets,
-        "sha256": {name: _sha256(folder / name) for name in _HASHED},
+        "sha256": {name: _sha256(folder / name) for name in hashed},
     }
     sealed = json_bytes({**json.loads(json_bytes(content)), "seal": _seal(content)}, indent=2)
     _write_bytes(folder / _STATE, sealed)
@@ -226,10 +235,10 @@ def verify(path: Path) -> dict[str, Any]:
             f"The checkpoint {path} has format {content['format']} and this version reads {FORMAT}: "
             "resume with the version that wrote it."
         )
-    for name in _HASHED:
+    for name in {**dict.fromkeys(_NEEDED), **content["sha256"]}:
         if not (path / name).is_file():
             raise _damaged(path, f"{name} is missing")
-        if _sha256(path / name) != content["sha256"][name]:
+        if _sha256(path / name) != content["sha256"].get(name):
             raise _damaged(path, f"{name} was changed")
     return content
 
@@ -260,6 +269,7 @@ def load(path: Path) -> TrainState:
         progress=content["progress"],
         offsets=content["offsets"],
         adapter_config=adapter_config,
+        best=load_file(path / _BEST) if _BEST in content["sha256"] else None,
     )
 
 

@@ -1,7 +1,8 @@
 """The command line, `lowmem-grpo COMMAND`: it starts runs, reads their folders, and says what went wrong in a sentence.
 
-Exit status: 0 done, 2 a mistake of the user, 3 stopped on request, 4 failed. With `--json` standard output holds
-JSON only, an error included (`{"error": ..., "exit_code": ...}`), and everything for people goes to standard error.
+Exit status: 0 done, 2 a mistake of the user, 3 stopped on request, 4 failed, 5 the gate says it cannot learn. With
+`--json` standard output holds JSON only, an error included (`{"error": ..., "exit_code": ...}`), and everything for
+people goes to standard error.
 
 What needs torch is imported inside the commands that train or evaluate, so that the others answer at once.
 """
@@ -27,6 +28,7 @@ import typer
 from lowmem_grpo.config import describe_fields, load_config, recipe_names
 from lowmem_grpo.errors import (
     ConfigError,
+    GateStopped,
     LowmemGrpoError,
     RunDirError,
     RunFailed,
@@ -128,18 +130,42 @@ def init(
 
 
 @app.command()
+def baseline(
+    config: ConfigArgument, overrides: Overrides = None, as_json: AsJson = False, keys: ShowKeys = False
+) -> None:
+    """Find out whether a config can learn, without training.
+
+    The base answers training prompts: how the rewards spread, how many groups would teach nothing, what to change.
+    `train` does the same first. Ends with status 5 where nothing can be learnt.
+    """
+    loaded = load_config(config, overrides or [])
+    with _at_work(as_json, lambda: "Interrupted: nothing was written."):
+        from lowmem_grpo.lifecycle import baseline as ask
+
+        report = ask(loaded)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _show_gate(report.to_json())
+    if report.verdict == "stop":
+        raise typer.Exit(GateStopped.exit_code)
+
+
+@app.command()
 def train(
     config: ConfigArgument,
     overrides: Overrides = None,
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder for the run, else runs/CONFIG-DATE.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Train even where the gate sees nothing to learn.")] = False,
     as_json: AsJson = False,
     keys: ShowKeys = False,
 ) -> None:
     """Train from the start of a config.
 
-    The end is a report: start against tuned on unseen problems, and where the adapter is.
+    First the gate: the base answers training prompts, and a run that could learn nothing ends with status 5. The end
+    is a report: start against tuned on unseen problems, and where the adapter is.
 
     Every key of the config can be set as KEY=VALUE; `lowmem-grpo train --keys` lists them. Ctrl-C, or
     `lowmem-grpo stop` from elsewhere, finishes the step, saves and ends with status 3.
@@ -149,7 +175,7 @@ def train(
     with _at_work(as_json, lambda: _what_is_lost(run)):
         from lowmem_grpo.lifecycle import start_run
 
-        _, report = start_run(loaded, run.path)
+        _, report = start_run(loaded, run.path, force=force)
     _tell_finished(run, report, as_json)
 
 
@@ -429,6 +455,15 @@ def _show_group(group: Mapping[str, Any]) -> None:
         print("\n".join(plain_sample(group["step"], scored, advantages_G, shown=len(rows))))
 
 
+def _show_gate(report: Mapping[str, Any]) -> None:
+    from lowmem_grpo.sinks.render import plain_gate, render_gate
+
+    if sys.stdout.isatty():
+        _show(render_gate(report))
+    else:
+        print("\n".join(plain_gate(report)))
+
+
 def _show_card(report: Mapping[str, Any]) -> None:
     from lowmem_grpo.sinks.render import plain_card, render_card
 
@@ -524,7 +559,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, cut_last: bo
 def _show(renderable: RenderableType) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 240)
     # Rich ends the program by itself when nobody reads; a plain print raises what `main` expects.
     with console.capture() as capture:
         console.print(renderable)

@@ -34,6 +34,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "FieldDoc",
+    "GateConfig",
     "LoadedConfig",
     "LoraConfig",
     "MemoryConfig",
@@ -53,7 +54,7 @@ __all__ = [
 AdvantageName = Literal["dr_grpo", "grpo", "rloo", "median", "trimmed"]
 LossName = Literal["clip", "gspo"]
 AggregationName = Literal["dapo", "grpo", "dr_grpo"]
-SinkName = Literal["jsonl", "console"]
+SinkName = Literal["jsonl", "console", "picture"]
 
 
 def _number(value: Any) -> Any:
@@ -242,6 +243,8 @@ class AlgorithmConfig(_Section):
     """Weight of the KL penalty towards the start of the run; 0 saves the reference pass."""
     updates_per_rollout: Positive = 1
     """Optimizer steps on each batch of answers."""
+    skip_dead_groups: Flag = True
+    """Leave groups whose answers all scored the same out of the update: the gradient is the same, the work less."""
 
 
 class MemoryConfig(_Section):
@@ -272,6 +275,13 @@ class OptimConfig(_Section):
     """Decay of the adapter weights."""
 
 
+class GateConfig(_Section):
+    """The check before the first step: can this model learn anything from these rewards?"""
+
+    prompts: Count = 64
+    """Training prompts to sample at most; fewer where those say enough already, 0 is no gate."""
+
+
 class EvalConfig(_Section):
     """How held-out problems are scored (greedy answers)."""
 
@@ -281,8 +291,12 @@ class EvalConfig(_Section):
     """Options of `metric`."""
     correct_at: Float = 1.0
     """A score of at least this counts as correct."""
-    every: Count = 0
-    """Score the dev problems every so many steps; 0 only at start and end."""
+    every: Count | None = None
+    """Score the dev problems every so many steps; null is ten times in the run, 0 only at start and end."""
+    patience: Count = 0
+    """End the run early after so many dev scores in a row that were not a new best; 0 never does."""
+    samples: Count = 0
+    """Answers sampled to each test problem, besides the greedy one, for pass@k of start and tuned; 0 leaves it out."""
 
     @model_validator(mode="after")
     def _args_have_a_metric(self) -> Self:
@@ -306,8 +320,10 @@ class RunConfig(_Section):
     """Newest checkpoints kept on disk."""
     completions_cap_mb: Positive = 512
     """Size at which completions.jsonl drops its oldest part."""
-    sinks: tuple[SinkName, ...] = ("jsonl", "console")
-    """Where metrics go."""
+    self_checks: Flag = True
+    """Prove at the first step that teaches something that adapter, reference and sampler do what they should."""
+    sinks: tuple[SinkName, ...] = ("jsonl", "console", "picture")
+    """Where metrics go: the files of the run folder, the terminal, and at the end a picture, report.png."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -335,6 +351,7 @@ class Config(_Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     memory: MemoryConfig = MemoryConfig()
     optim: OptimConfig = OptimConfig()
+    gate: GateConfig = GateConfig()
     eval: EvalConfig = EvalConfig()
     run: RunConfig
 
@@ -379,10 +396,11 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.eval.every and not self.data.dev_size:
-            raise ConfigError(
-                f"`eval.every` is {self.eval.every} but there are no dev problems: set `data.dev_size`, as in 64"
-            )
+        for key, value in (("every", self.eval.every), ("patience", self.eval.patience)):
+            if value and not self.data.dev_size:
+                raise ConfigError(
+                    f"`eval.{key}` is {value} but there are no dev problems: set `data.dev_size`, as in 64"
+                )
         if self.algorithm.two_sided_delta is not None and self.algorithm.loss != "clip":
             raise ConfigError(
                 f"`algorithm.two_sided_delta` belongs to the loss `clip`, and `algorithm.loss` is "
@@ -420,6 +438,7 @@ RESUME_KEYS = (
     "memory.activation_checkpointing",
     "memory.head_chunk_tokens",
     "eval.every",
+    "eval.patience",
     "run.steps",
     "run.epochs",
     "run.checkpoint_every",

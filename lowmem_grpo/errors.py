@@ -8,9 +8,11 @@
     │   ├── PluginError                a reward or another plug-in that cannot be found or loaded
     │   └── RunDirError                a run folder that is missing, taken, or already full
     ├── StopRequested               3: the run was asked to stop, finished its step and saved
-    └── RunFailed                   4: the run cannot go on
-        ├── RewardFailed               a reward function that fails on everything
-        └── NonFiniteFailed            too many optimizer steps in a row with non-finite gradients
+    ├── RunFailed                   4: the run cannot go on
+    │   ├── RewardFailed               a reward function that fails on everything
+    │   ├── NonFiniteFailed            too many optimizer steps in a row with non-finite gradients
+    │   └── SelfCheckFailed            the first live step did not do what a step has to do
+    └── GateStopped                 5: the base's answers leave nothing to learn from
 
 A message is one sentence: what was wrong, the value seen, the nearest right choice.
 """
@@ -23,6 +25,7 @@ from collections.abc import Iterable
 __all__ = [
     "ConfigError",
     "DataError",
+    "GateStopped",
     "LowmemGrpoError",
     "ModelError",
     "NonFiniteFailed",
@@ -30,6 +33,7 @@ __all__ = [
     "RewardFailed",
     "RunDirError",
     "RunFailed",
+    "SelfCheckFailed",
     "StopRequested",
     "UserError",
     "nearest",
@@ -86,6 +90,16 @@ class RewardFailed(RunFailed):
 
 class NonFiniteFailed(RunFailed):
     """Too many optimizer steps in a row had non-finite gradients."""
+
+
+class SelfCheckFailed(RunFailed):
+    """The first live step showed that the run does not train what it should; the message says the likely cause."""
+
+
+class GateStopped(LowmemGrpoError):
+    """The gate found, before the first step, that nothing can be learnt; the message says why and what to change."""
+
+    exit_code = 5
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

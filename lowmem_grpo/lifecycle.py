@@ -15,31 +15,40 @@ from lowmem_grpo.assembly import (
     environment,
     preflight,
     reward_files,
+    run_info,
     sha256_of,
 )
+from lowmem_grpo.baseline import ask_gate
 from lowmem_grpo.catalog import ModelInfo
 from lowmem_grpo.catalog.disk import gigabytes
 from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
-from lowmem_grpo.errors import RunDirError, UserError
+from lowmem_grpo.errors import GateStopped, RunDirError, UserError
 from lowmem_grpo.files import json_bytes
+from lowmem_grpo.gate import GateReport
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.rundir import RUNS_ROOT, RunDir, StatusWriter, run_name, tee_output
 from lowmem_grpo.sinks import Fanout, make_sinks
+from lowmem_grpo.sinks.console import ConsoleSink
 from lowmem_grpo.trainer import Trainer
 from lowmem_grpo.types import Event
 
-__all__ = ["evaluate_run", "resume_run", "start_run"]
+__all__ = ["baseline", "evaluate_run", "resume_run", "start_run"]
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
 def start_run(
-    loaded: LoadedConfig, run_dir: Path | None = None, *, functions: Functions | None = None
+    loaded: LoadedConfig,
+    run_dir: Path | None = None,
+    *,
+    functions: Functions | None = None,
+    force: bool = False,
 ) -> tuple[RunDir, dict[str, Any]]:
     """Train from the start into `run_dir` (None: `runs/<name>-<date>`); returns the folder and the report.
 
-    `functions` are reward functions of this process by name. Raises UserError for a wrong input, and then leaves no
-    run folder behind; StopRequested after a requested stop; RunFailed when the run cannot go on.
+    `functions` are reward functions of this process by name; `force` trains even where the gate sees nothing to learn.
+    Raises UserError for a wrong input and GateStopped when the gate says no, and then leaves no run folder behind;
+    StopRequested after a requested stop; RunFailed when the run cannot go on.
     """
     with _checked(loaded, functions) as checked:
         folder = RunDir.create(
@@ -50,8 +59,8 @@ def start_run(
         )
         with folder.lock():
             try:
-                return folder, _train(folder, checked, resume=False)
-            except UserError:
+                return folder, _train(folder, checked, resume=False, force=force)
+            except (UserError, GateStopped):
                 # What only the tokenizer or the model could tell, before the first step: the folder is free again.
                 if not any(folder.read("metrics")):
                     shutil.rmtree(folder.path)
@@ -93,7 +102,27 @@ def evaluate_run(path: Path | str, *, functions: Functions | None = None) -> dic
         return HeldOut(checked, parts, folder, Fanout({}, print)).start_and_tuned("test")
 
 
-def _train(folder: RunDir, checked: Preflight, *, resume: bool) -> dict[str, Any]:
+def baseline(loaded: LoadedConfig, *, functions: Functions | None = None) -> GateReport:
+    """The gate alone: what the base answers to training prompts, and whether that can be learnt from.
+
+    Writes nothing. Raises UserError for a wrong input, RunFailed when a reward fails on everything.
+    """
+    with _checked(loaded, functions) as checked:
+        print(_model_line(checked.model))
+        parts = assemble(checked)
+        for line in (*parts.data.report.describe(), parts.stream.describe()):
+            print(line)
+        sinks = Fanout({"console": ConsoleSink()}, print)
+        sinks.start(run_info(checked, name=f"baseline of {loaded.name}", run_dir="", steps=0))
+        try:
+            for warning in (*checked.warnings, *parts.data.report.warnings):
+                sinks.event(Event("warning", "warning", warning))
+            return ask_gate(checked, parts, sinks)
+        finally:
+            sinks.close()
+
+
+def _train(folder: RunDir, checked: Preflight, *, resume: bool, force: bool = False) -> dict[str, Any]:
     """Load the model and train; everything printed also goes to train.log."""
     folder.clear_requests()
     with tee_output(folder.log_path), StatusWriter(folder, steps=checked.config.run.steps or 0) as status:
@@ -111,7 +140,7 @@ def _train(folder: RunDir, checked: Preflight, *, resume: bool) -> dict[str, Any
         for line in (*parts.data.report.describe(), parts.stream.describe()):
             print(line)
         folder.replace_file(folder.inputs_dir / "template.json", json_bytes(parts.template, indent=2))
-        return trainer.run(notes)
+        return trainer.run(notes, force=force)
 
 
 @contextlib.contextmanager

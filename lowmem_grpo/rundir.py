@@ -324,6 +324,14 @@ class RunDir:
     def report_path(self) -> Path:
         return self.path / "report.json"
 
+    @property
+    def picture_path(self) -> Path:
+        return self.path / "report.png"
+
+    @property
+    def gate_path(self) -> Path:
+        return self.path / "gate.json"
+
     def stream_path(self, name: str) -> Path:
         """The jsonl file of one of `STREAMS`."""
         if name not in STREAMS:

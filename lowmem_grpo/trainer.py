@@ -7,11 +7,12 @@ a checkpoint needs the adapter, the optimizer and a few counters, and a resumed 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 
 from lowmem_grpo import checkpoint
 from lowmem_grpo.advantages import ESTIMATORS, is_dead_P
-from lowmem_grpo.assembly import Parts, Preflight, sampling_params
+from lowmem_grpo.assembly import Parts, Preflight, run_info, sampling_params
+from lowmem_grpo.baseline import ask_gate
 from lowmem_grpo.batching import pack_groups, rewards_tensor
 from lowmem_grpo.checkpoint import TrainState
-from lowmem_grpo.errors import StopRequested
+from lowmem_grpo.errors import GateStopped, SelfCheckFailed, StopRequested
 from lowmem_grpo.evaluate import Evaluation
+from lowmem_grpo.files import json_bytes
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.losses import token_weights
 from lowmem_grpo.memory.peak import PeakProbe
@@ -32,9 +35,10 @@ from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.optim import build_optimizer, load_optimizer_state, lr_at, optimizer_state
 from lowmem_grpo.rewards import Rubric
 from lowmem_grpo.rundir import RunDir, StatusWriter
+from lowmem_grpo.selfcheck import FirstStepCheck, has_a_gradient
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.sinks.jsonl import write_groups
-from lowmem_grpo.types import Event, RunInfo, ScoredGroup, StepReport
+from lowmem_grpo.types import Event, Finding, PackedMicroBatch, ScoredGroup, StepReport
 from lowmem_grpo.update import Updater, UpdateSettings
 
 __all__ = ["StopFlag", "Trainer"]
@@ -69,7 +73,11 @@ class StopFlag:
 
 @dataclass(slots=True)
 class Progress:
-    """What a checkpoint carries besides tensors. `seconds` is the time spent so far, `best` the best dev score."""
+    """What a checkpoint carries besides tensors.
+
+    `seconds` is the time spent so far, `best_score` the best dev score, of the adapter after `best_step`, and `stale`
+    the number of dev scores since then that were no new best.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -77,6 +85,8 @@ class Progress:
     skipped_in_a_row: int = 0
     best_step: int | None = None
     best_score: float | None = None
+    stale: int = 0
+    self_checked: bool = False
     loss_scale: dict[str, Any] | None = None
     said: tuple[str, ...] = ()
     rewards: dict[str, Any] | None = None
@@ -132,14 +142,15 @@ class Trainer:
                 scored,
                 advantages_P_G,
                 ~rewards_P_G.isnan(),
-                # With a KL penalty even a group without spread has a gradient.
-                torch.ones_like(dead_P) if self.config.algorithm.kl_coef > 0 else ~dead_P,
+                self._in_update(dead_P),
                 self._token_weights,
                 micro_batch_tokens=self.config.memory.micro_batch_tokens,
                 device=self.policy.device,
             )
             updates_per_step = self.config.algorithm.updates_per_rollout
-            update_metrics = self.updater.update(micro_batches, (step - 1) * updates_per_step, self._show_update)
+            with self._first_step_check(step, micro_batches) as heed:
+                update_metrics = self.updater.update(micro_batches, (step - 1) * updates_per_step, self._show_update)
+                heed(update_metrics)
         write_groups(self.run_dir, step, scored, advantages_P_G.tolist())
         metrics = {
             **rollout_metrics(scored, rewards_P_G, lengths_P_G, dead_P),
@@ -158,18 +169,25 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ the loop
 
-    def run(self, notes: Sequence[Event] = ()) -> dict[str, Any]:
-        """Tell the sinks `notes`, train to the last step, evaluate, and return the report.
+    def run(self, notes: Sequence[Event] = (), *, force: bool = False) -> dict[str, Any]:
+        """Tell the sinks `notes`, ask the gate, train to the last step, evaluate, and return the report.
 
-        Raises StopRequested after a requested stop, with everything saved.
+        Raises GateStopped when the gate says no before the first step, unless `force`; StopRequested after a requested
+        stop, with everything saved.
         """
-        self.sinks.start(self._info())
+        path = self.run_dir.path
+        first_step = self.progress.step + 1
+        self.sinks.start(
+            run_info(self.checked, name=path.name, run_dir=str(path), steps=self.parts.steps, first_step=first_step)
+        )
         try:
             for note in notes:
                 self.sinks.event(note)
             with self.stop.watching():
                 self.status.update(state="running", step=self.progress.step, steps=self.parts.steps)
-                self._start_dev_evaluation()
+                if self.progress.step == 0:
+                    self._ask_gate(force)
+                    self._start_dev_evaluation()
                 self._loop()
                 report = self._final_report()
             self.sinks.report(report)
@@ -179,6 +197,8 @@ class Trainer:
 
     def _loop(self) -> None:
         for step in range(self.progress.step + 1, self.parts.steps + 1):
+            if self._gave_up():
+                break
             self._heed_requests()
             report = self.train_step(step)
             self.progress.step = step
@@ -186,7 +206,7 @@ class Trainer:
             self.sinks.step(report)
             self._step_seconds.append(report.metrics["time/step_s"])
             self.status.update(step=step, eta_s=self._eta_s(step))
-            if step % self.config.run.checkpoint_every == 0 or step == self.parts.steps:
+            if step % self.config.run.checkpoint_every == 0 or step == self.parts.steps or self._gave_up():
                 self.save()
 
     def _heed_requests(self) -> None:
@@ -204,22 +224,50 @@ class Trainer:
         if self.run_dir.requested("eval"):
             self.run_dir.clear_requests("eval")
             if self.parts.data.dev:
-                score = self.held_out.evaluate("dev").mean("score")
-                self._event("evaluation", "info", f"dev score {score:.3f} after step {self.progress.step}")
+                evaluation = self.held_out.evaluate("dev")
+                score = "none, the metric failed" if evaluation.is_unscored else f"{evaluation.mean('score'):.3f}"
+                self._event("evaluation", "info", f"dev score {score} after step {self.progress.step}")
 
     def _with_dev_score(self, report: StepReport) -> StepReport:
         """Evaluate on dev when it is due, keep the adapter if none was better, and add the score to the metrics."""
-        every, step = self.config.eval.every, report.step
+        every, step = self._dev_every, report.step
         due = step == self.parts.steps or (every > 0 and step % every == 0)
         if not (due and self.parts.data.dev):
             return report
         evaluation = self.held_out.evaluate("dev")
+        if evaluation.is_unscored:
+            self._event("unscored", "warning", f"the metric failed on every dev answer after step {step}: no dev score")
+            return report
         score = evaluation.mean("score")
-        if self.progress.best_score is None or score >= self.progress.best_score:
-            self.progress.best_score, self.progress.best_step = score, step
-            self._write_adapter()
+        self._note_dev_score(step, score)
         readings = {"eval/score": score, **_optional(evaluation, "correct", "format")}
         return StepReport(step, report.steps, {**report.metrics, **readings}, report.sample, report.sample_advantages_G)
+
+    @property
+    def _dev_every(self) -> int:
+        """Steps between dev scores; ten in the run unless the config says otherwise."""
+        every = self.config.eval.every
+        return max(1, self.parts.steps // 10) if every is None else every
+
+    def _note_dev_score(self, step: int, score: float) -> None:
+        """Keep the adapter unless an earlier one was better; count how long there has been no new best."""
+        progress = self.progress
+        new_best = progress.best_score is None or score > progress.best_score
+        progress.stale = 0 if new_best else progress.stale + 1
+        if self._gave_up():
+            self._event(
+                "early stop",
+                "info",
+                f"no better dev score than {progress.best_score:.3f} of step {progress.best_step} in "
+                f"{progress.stale} evaluations: the run ends here",
+            )
+        if new_best or score == progress.best_score:
+            progress.best_score, progress.best_step = score, step
+            self._write_adapter()
+
+    def _gave_up(self) -> bool:
+        """Whether the run ends early: too many dev scores in a row were no new best."""
+        return 0 < self.config.eval.patience <= self.progress.stale
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -231,7 +279,7 @@ class Trainer:
         self.progress.skipped_in_a_row = self.updater.skipped_in_a_row
         self.progress.loss_scale = self.updater.scaler.state_dict()
         self.progress.rewards = self.checked.rubric.state()
-        if self.progress.best_score is None:
+        if self.progress.best_step is None:
             self._write_adapter()
         # The event first, so that the offsets in the checkpoint include its line.
         self._event("checkpoint", "info", f"checkpoint of step {self.progress.step}")
@@ -243,6 +291,7 @@ class Trainer:
             progress=self.progress.to_json(),
             offsets=self.run_dir.offsets(),
             adapter_config=self.policy.adapter_config(),
+            best=None if self._last_is_best else checkpoint.read_adapter(self.run_dir.adapter_dir)[0],
         )
         checkpoint.save(self.run_dir, state, keep=self.config.run.keep_checkpoints)
         self._saved_step = state.step
@@ -278,16 +327,81 @@ class Trainer:
             self.updater.scaler.load_state_dict(self.progress.loss_scale)
         if self.progress.rewards:
             self.checked.rubric.restore(self.progress.rewards)
+        # What lies there may be of a step after the checkpoint.
+        checkpoint.write_adapter(
+            self.run_dir.adapter_dir, state.adapter if state.best is None else state.best, state.adapter_config
+        )
         return self.run_dir.truncate_to(state.offsets)
+
+    @property
+    def _last_is_best(self) -> bool:
+        return self.progress.best_step in (None, self.progress.step)
 
     def _write_adapter(self) -> None:
         checkpoint.write_adapter(self.run_dir.adapter_dir, self.policy.adapter_state(), self.policy.adapter_config())
 
+    # ------------------------------------------------------------------------------------------ gate and self-checks
+
+    def _ask_gate(self, force: bool) -> None:
+        """Ask once in the life of a run whether the base's answers leave anything to learn, and tell what was found.
+
+        Raises GateStopped when they do not, unless the run was forced.
+        """
+        if self.config.gate.prompts == 0:
+            return
+        path = self.run_dir.gate_path
+        if not path.exists():
+            report = ask_gate(self.checked, self.parts, self.sinks).to_json()
+            self.run_dir.replace_file(path, json_bytes({**report, "forced": force}, indent=2))
+        report = json.loads(path.read_bytes())
+        findings = [Finding.from_json(row) for row in report["findings"]]
+        self.sinks.event(Event("gate", "info", report["sentence"], data={"verdict": report["verdict"]}))
+        for finding in findings:
+            self.sinks.event(finding.to_event(step=0))
+        if report["verdict"] == "stop" and not report["forced"]:
+            raise GateStopped(
+                f"{findings[0].sentence} Nothing was trained; `lowmem-grpo baseline` shows the figures, and --force "
+                "trains all the same."
+            )
+
+    @contextlib.contextmanager
+    def _first_step_check(
+        self, step: int, micro_batches: Sequence[PackedMicroBatch]
+    ) -> Iterator[Callable[[Mapping[str, float]], None]]:
+        """Around the first update that teaches something; what it gives takes the metrics of that update.
+
+        Raises SelfCheckFailed when the update shows that the run does not train what it should.
+        """
+        if self.progress.self_checked or not self.config.run.self_checks or not has_a_gradient(micro_batches):
+            yield lambda metrics: None
+            return
+        rollout, memory = self.config.rollout, self.config.memory
+        check = FirstStepCheck(
+            self.policy,
+            micro_batches,
+            temperature=rollout.temperature,
+            head_chunk_tokens=memory.head_chunk_tokens,
+        )
+
+        def heed(metrics: Mapping[str, float]) -> None:
+            findings = check.findings(metrics)
+            for finding in findings:
+                self.sinks.event(finding.to_event(step))
+            if findings:
+                raise SelfCheckFailed(findings[0].sentence)
+            self.progress.self_checked = check.conclusive
+
+        try:
+            yield heed
+        finally:
+            check.close()
+
     # ------------------------------------------------------------------------------------------ evaluation
 
     def _start_dev_evaluation(self) -> None:
-        if self.parts.data.dev and self.progress.step == 0:
+        if self.parts.data.dev:
             score = self.held_out.start("dev").mean("score")
+            self._note_dev_score(0, score)
             self._event("evaluation", "info", f"dev score {score:.3f} before training")
 
     def _final_report(self) -> dict[str, Any]:
@@ -295,7 +409,8 @@ class Trainer:
         self.progress.seconds += self._lap()
         report = {
             **comparison,
-            "steps": self.parts.steps,
+            "steps": self.progress.step,
+            "stopped_early": self.progress.step < self.parts.steps,
             "best_step": self.progress.best_step,
             "dev_score": self.progress.best_score,
             "seconds": self.progress.seconds,
@@ -334,22 +449,13 @@ class Trainer:
         )
         return Updater(self.policy, settings, optimizer)
 
+    def _in_update(self, dead_P: torch.Tensor) -> torch.Tensor:
+        """Which groups (P,) are forwarded at all: with a KL penalty even one without spread has a gradient."""
+        algorithm = self.config.algorithm
+        return torch.ones_like(dead_P) if algorithm.kl_coef > 0 or not algorithm.skip_dead_groups else ~dead_P
+
     def _token_weights(self, lengths_R: torch.Tensor) -> torch.Tensor:
         return token_weights(self.config.algorithm.aggregation, lengths_R, max_new_tokens=self.sampling.max_new_tokens)
-
-    def _info(self) -> RunInfo:
-        rollout = self.config.rollout
-        return RunInfo(
-            name=self.run_dir.path.name,
-            run_dir=str(self.run_dir.path),
-            model=self.config.model.name,
-            device=self.checked.card.name,
-            steps=self.parts.steps,
-            prompts_per_step=rollout.prompts_per_step,
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            first_step=self.progress.step + 1,
-        )
 
     def _findings(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once what a user should know about this step."""

@@ -19,7 +19,7 @@ Every type is frozen; a stage never fills in a field later, it returns the next 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Card",
     "Event",
+    "Finding",
+    "Fix",
     "Group",
     "GroupSpan",
     "LossInputs",
@@ -261,6 +263,60 @@ class Event:
     message: str
     step: int = 0
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Something to do about a finding. `overrides` are settings for the command line, as in `rollout.group_size=16`.
+
+    >>> Fix("raise the limit", ("rollout.max_new_tokens=512",)).sentence
+    'raise the limit: rollout.max_new_tokens=512'
+    """
+
+    text: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The text and the settings that do it."""
+        return ": ".join(part for part in (self.text, " ".join(self.overrides)) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found: the likely `cause`, the `evidence` with its figures, and `fixes`, the best first.
+
+    `kind` is the stable name of the check. "error" says that nothing can come of the run as it is.
+
+    >>> Finding("truncated", "warning", "the limit is too low", "60 % were cut", (Fix("raise it"),)).sentence
+    'The limit is too low (60 % were cut): raise it.'
+    """
+
+    kind: str
+    severity: Literal["info", "warning", "error"]
+    cause: str
+    evidence: str
+    fixes: tuple[Fix, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """All of it in one sentence."""
+        fixes = "; or ".join(fix.sentence for fix in self.fixes)
+        return f"{self.cause[:1].upper()}{self.cause[1:]} ({self.evidence}){f': {fixes}' if fixes else ''}."
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, for events.jsonl, gate.json and `--json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Finding:
+        """The inverse of `to_json`."""
+        fixes = tuple(Fix(fix["text"], tuple(fix["overrides"])) for fix in values["fixes"])
+        return cls(values["kind"], values["severity"], values["cause"], values["evidence"], fixes)
+
+    def to_event(self, step: int) -> Event:
+        """The finding as an event of a run."""
+        return Event(self.kind, self.severity, self.sentence, step, self.to_json())
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ def raw_config(**sections: Any) -> dict[str, Any]:
         "rewards": [f"{reward_file()}:letters"],
         "rollout": {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 6},
         "optim": {"lr": 1e-2},
+        "gate": {"prompts": 0},
         "eval": {"metric": "number"},
         "run": {"steps": 6, "checkpoint_every": 3, "sinks": ["jsonl"]},
     } | sections
@@ -307,7 +308,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         rotate, run = RunDir.rotate_completions, Trainer.run
         cap = job.get("cap_bytes")
         patch.setattr(RunDir, "rotate_completions", lambda folder, default: rotate(folder, cap or default))
-        patch.setattr(Trainer, "run", lambda trainer, notes: calls.count(lambda: run(trainer, notes)))
+        patch.setattr(Trainer, "run", lambda *args, **options: calls.count(lambda: run(*args, **options)))
         error = _train(Path(job["run_dir"]), job["config"])
     return {"names": names, "calls": calls.number, "error": error}
 

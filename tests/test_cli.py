@@ -25,7 +25,7 @@ from lowmem_grpo.rundir import RunDir, Status
 from tests.runs import during_step, model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["init", "train", "resume", "stop", "watch", "samples", "eval", "score", "runs"]
+COMMANDS = ["init", "baseline", "train", "resume", "stop", "watch", "samples", "eval", "score", "runs"]
 REWARD = """\
 def code_points(completions, **columns):
     return [sum(map(ord, text)) / 1000 for text in completions]
@@ -366,7 +366,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(tmp_path: Pa
     (tmp_path / "mine.py").write_text("def code_points(completions, **columns):\n    return 1 / 0\n")
     said = call("train", task, "data.test_size=0", "--run-dir", tmp_path / "run", "--json")
     assert (said.status, said.json["exit_code"]) == (4, 4)
-    assert said.json["error"].splitlines()[0] == "reward 'code_points' failed on every one of 4 answers:"
+    assert said.json["error"].splitlines()[0] == "reward 'code_points' failed on every one of 24 answers:"
     assert said.json["error"].splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert RunDir.open(tmp_path / "run").status().state == "failed"
 
@@ -383,7 +383,7 @@ def test_an_unexpected_error_shows_its_traceback(at_task: Path, monkeypatch: pyt
 
 
 def test_an_interrupt_before_the_run_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "start_run", lambda *_: _raise(KeyboardInterrupt()))
+    monkeypatch.setattr(lifecycle, "start_run", lambda *_, **__: _raise(KeyboardInterrupt()))
     said = call("train", write_task(tmp_path), "--run-dir", tmp_path / "run")
     assert (said.status, said.err) == (3, "Interrupted before the run began, so nothing is lost: start it again.\n")
 

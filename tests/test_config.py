@@ -74,7 +74,7 @@ def test_defaults_of_the_least_config() -> None:
         1e-4,
         10,
         None,
-        ("jsonl", "console"),
+        ("jsonl", "console", "picture"),
     )
     assert config.rewards[0].model_dump() == {
         "name": "number",
@@ -199,7 +199,7 @@ def test_every_name_in_a_hint_is_a_key() -> None:
 def test_a_key_like_nothing_lists_the_sections() -> None:
     assert sentence("zzz=1") == (
         "unknown key `zzz`: the keys here are device, model, lora, data, rewards, rollout, algorithm, memory, optim, "
-        "eval, run"
+        "gate, eval, run"
     )
 
 
@@ -243,7 +243,7 @@ def test_a_missing_section_names_the_key_it_needs(section: str, needed: str) -> 
         ("data.columns.solution=5", "`data.columns.solution` must be text, not 5"),
         ("rollout.stop=END", '`rollout.stop` must be a list, each entry text, not "END"'),
         ("rollout.stop=[a, 5]", "`rollout.stop.1` must be text, not 5"),
-        ("run.sinks=[consol]", '`run.sinks.0` must be one of jsonl, console, not "consol" (nearest: console)'),
+        ("run.sinks=[consol]", '`run.sinks.0` must be one of jsonl, console, picture, not "consol" (nearest: console)'),
         ("rewards=[5]", "`rewards.0` must be a section of keys such as name, weight, not 5"),
         ("rewards=number", '`rewards` cannot be "number": write a list of one reward or more, as in [number]'),
         ("rewards=[]", "`rewards` cannot be []: write a list of one reward or more, as in [number]"),
@@ -379,7 +379,7 @@ def test_what_may_change_in_a_run_that_goes_on() -> None:
     changed = resume_overrides(config, ["run.steps=20", "run.checkpoint_every=5", "memory.micro_batch_tokens=512"])
     assert (changed.run.steps, changed.run.checkpoint_every, changed.memory.micro_batch_tokens) == (20, 5, 512)
     assert resume_overrides(config, []) == config
-    assert resume_overrides(config, ["run.sinks.0=console"]).run.sinks == ("console", "console")
+    assert resume_overrides(config, ["run.sinks.0=console"]).run.sinks == ("console", "console", "picture")
 
 
 @pytest.mark.parametrize(

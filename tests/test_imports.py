@@ -28,15 +28,16 @@ LAYERS = {
             "checkpoint",
             "data",
             "evaluate",
+            "gate",
             "losses",
             "memory",
             "metrics",
         ),
-        *("model", "optim", "rewards", "rollout", "rundir", "sinks", "update"),
+        *("model", "optim", "rewards", "rollout", "rundir", "selfcheck", "sinks", "update"),
     },
     "config": {"config", "config_errors", "config_text", "recipes"},
     "starter": {"starter"},
-    "trainer": {"answers", "assembly", "held_out", "lifecycle", "trainer"},
+    "trainer": {"answers", "assembly", "baseline", "held_out", "lifecycle", "trainer"},
     "tools": {"doctor", "export", "plan"},
     "front": {"__init__", "api", "cli", "ui"},
 }
@@ -138,7 +139,8 @@ def test_every_package_imported_is_declared() -> None:
 
 def test_every_requirement_has_a_tested_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["bench"], *extras["dev"]]
     pins = [line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line and line[0] != "#"]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
     plain = [[re.split(r"[<>=]", line)[0].lower().replace("_", "-") for line in lines] for lines in (pins, wanted)]

@@ -27,6 +27,7 @@ __all__ = [
     "AsyncLoop",
     "Builtin",
     "Failure",
+    "FormChecker",
     "Mode",
     "RewardFn",
     "Scores",
@@ -51,12 +52,24 @@ class RewardFn(Protocol):
 
 
 class Builtin(Protocol):
-    """A built-in reward function: it says which columns it reads, and whether it must run in the killable worker."""
+    """A built-in reward function: it says which columns it reads, whether it must run in the killable worker, and the
+    best score it gives."""
 
     needs: ClassVar[frozenset[str]]
     in_worker: ClassVar[bool]
+    best: ClassVar[float]
 
     def __call__(self, **inputs: Any) -> list[float | None]: ...
+
+
+@runtime_checkable
+class FormChecker(Builtin, Protocol):
+    """A built-in that looks for a literal form, which a model can hardly hit when the prompt never mentions it."""
+
+    @property
+    def asks_for(self) -> tuple[str, ...]:
+        """What an answer has to contain literally, as in ("<answer>",); () where these options ask for nothing."""
+        ...
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ class LengthReward:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     in_worker: ClassVar[bool] = False
+    best: ClassVar[float] = 0.0
 
     def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
         return [self._penalty(len(ids)) if len(ids) else None for ids in completion_ids]

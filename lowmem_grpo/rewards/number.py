@@ -238,6 +238,16 @@ class NumberReward:
 
     needs: ClassVar[frozenset[str]] = frozenset({"answer"})
     in_worker: ClassVar[bool] = False
+    best: ClassVar[float] = 1.0
+
+    @property
+    def asks_for(self) -> tuple[str, ...]:
+        """The opening tag, or `after` where it is more than one sign such as "="; nothing when reading leniently."""
+        if self.mode == "lenient":
+            return ()
+        if self.tag is not None:
+            return (f"<{self.tag}>",)
+        return (self.after,) if self.after is not None and len(self.after) > 1 else ()
 
     def __call__(
         self, *, prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **_: Any

@@ -23,6 +23,7 @@ class RegexReward:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     in_worker: ClassVar[bool] = True
+    best: ClassVar[float] = 1.0
 
     def __call__(self, *, completions: Sequence[Any], **_: Any) -> list[float | None]:
         match = self.pattern.fullmatch if self.how == "fullmatch" else self.pattern.search

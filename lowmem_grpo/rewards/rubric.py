@@ -33,6 +33,7 @@ from lowmem_grpo.rewards.base import (
     AsyncLoop,
     Builtin,
     Failure,
+    FormChecker,
     Scores,
     Signature,
     call_function,
@@ -201,6 +202,20 @@ class Rubric:
     def needed_columns(self) -> dict[str, frozenset[str]]:
         """The data set columns each function cannot do without, by label."""
         return {function.label: function.columns for function in self._functions}
+
+    def asked_forms(self) -> dict[str, tuple[str, ...]]:
+        """What built-ins with a positive weight look for literally in an answer, by label; only those that do."""
+        builtins = ((function.label, function.builtin) for function in self._functions if function.spec.weight > 0)
+        forms = {label: builtin.asks_for for label, builtin in builtins if isinstance(builtin, FormChecker)}
+        return {label: asked for label, asked in forms.items() if asked}
+
+    @property
+    def best_total(self) -> float | None:
+        """The highest reward an answer can get, where built-ins with positive weights say so; else None."""
+        parts = [(function.spec.weight, function.builtin) for function in self._functions]
+        if any(builtin is None or weight < 0 for weight, builtin in parts):
+            return None
+        return sum(weight * builtin.best for weight, builtin in parts if builtin is not None)
 
     def parseable_gold(self, value: Any) -> bool:
         """Whether every built-in answer checker can compare with this gold."""

@@ -27,6 +27,12 @@ class TagsReward:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     in_worker: ClassVar[bool] = False
+    best: ClassVar[float] = 1.0
+
+    @property
+    def asks_for(self) -> tuple[str, ...]:
+        """The opening tags."""
+        return tuple(f"<{name}>" for name in self.names)
 
     def __call__(
         self,

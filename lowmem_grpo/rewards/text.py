@@ -37,6 +37,12 @@ class TextReward:
 
     needs: ClassVar[frozenset[str]] = frozenset({"answer"})
     in_worker: ClassVar[bool] = False
+    best: ClassVar[float] = 1.0
+
+    @property
+    def asks_for(self) -> tuple[str, ...]:
+        """The opening tag; nothing without one and when reading leniently."""
+        return (f"<{self.tag}>",) if self.tag is not None and self.mode != "lenient" else ()
 
     def __call__(
         self, *, prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **_: Any

@@ -25,7 +25,7 @@ class Sink(Protocol):
         """The run begins, or goes on at `info.first_step`."""
 
     def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
-        """Within a step: `phase` is "rollout", "reward", "update" or "evaluate"; `done` of `total` (0: unknown)."""
+        """`phase` is "gate" (before the first step), "rollout", "reward", "update" or "evaluate"; total 0: unknown."""
 
     def sample(self, step: int, group: ScoredGroup, advantages_G: Sequence[float]) -> None:
         """A scored group, as soon as it exists, before its step is over."""
@@ -55,7 +55,13 @@ def _console(run_dir: RunDir) -> Sink:
     return ConsoleSink()
 
 
-SINKS: dict[str, Callable[[RunDir], Sink]] = {"jsonl": _jsonl, "console": _console}
+def _picture(run_dir: RunDir) -> Sink:
+    from lowmem_grpo.sinks.picture import PictureSink
+
+    return PictureSink(run_dir)
+
+
+SINKS: dict[str, Callable[[RunDir], Sink]] = {"jsonl": _jsonl, "console": _console, "picture": _picture}
 """Built-in sinks by name; an entry added here can be named in `make_sinks`."""
 
 

@@ -101,11 +101,12 @@ class RunView:
         bars.add_column(ratio=1)
         bars.add_column(no_wrap=True, justify="right")
         done, steps = self.last_step, self.info.steps
-        bars.add_row(
-            f"step {done}/{steps}",
-            _bar(done, steps),
-            f"{duration(self._spent_s + time.monotonic() - self._step_began)}{left}",
-        )
+        if steps:
+            bars.add_row(
+                f"step {done}/{steps}",
+                _bar(done, steps),
+                f"{duration(self._spent_s + time.monotonic() - self._step_began)}{left}",
+            )
         phase, part, total, detail = self.phase
         if phase:
             amount = f"{part}/{total}" if total else f"{part}" if part else ""
@@ -193,7 +194,7 @@ class ConsoleSink:
         self.view.phase = (phase, done, total, clean_text(detail))
         if phase != self._shown_phase and self.view.last_step < self.view.info.first_step:
             # In a log the phases are told during the first step only: later ones would be noise.
-            self._lines([f"step {self.view.last_step + 1}: {phase}"])
+            self._lines([phase if phase == "gate" else f"step {self.view.last_step + 1}: {phase}"])
         self._shown_phase = phase
 
     def sample(self, step: int, group: ScoredGroup, advantages_G: Sequence[float]) -> None:

@@ -17,6 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_grpo.types import Finding
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -30,13 +32,16 @@ __all__ = [
     "duration",
     "measures",
     "plain_card",
+    "plain_gate",
     "plain_sample",
     "plain_step",
     "prompt_line",
     "render_card",
+    "render_gate",
     "render_sample",
     "size",
     "sparkline",
+    "verdict",
 ]
 
 LOSS_NOTE = (
@@ -259,6 +264,77 @@ def plain_sample(step: int, group: ScoredGroup, advantages_G: Sequence[float], *
     return lines
 
 
+# --------------------------------------------------------------------------------------------- the gate
+
+
+_VERDICTS = {
+    "go": "Go: this can be learnt from.",
+    "caution": "Go, with care: see what was found.",
+    "stop": "No: as it is, nothing can be learnt.",
+}
+
+
+def _gate_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the content of gate.json says, a line each: (label, figures)."""
+    rows = [("sampled", f"{report['prompts']} training prompts x {report['group_size']} answers of the start")]
+    if report["reward_mean"] is not None:
+        spread = f"{report['within_group_std']:.3f} inside a group, {report['reward_std']:.3f} over all"
+        rows.append(("reward", f"mean {report['reward_mean']:.3f}, spread {spread}"))
+    if report["pass_at"]:
+        rows.append(("right", ", ".join(f"pass@{k} {share:.3f}" for k, share in report["pass_at"].items())))
+    rows.append(("dead groups", f"{_percent(report['dead_share'])} of those sampled"))
+    for forecast in report["forecasts"]:
+        low, high = forecast["interval"]
+        rows.append(
+            (
+                f"  at {forecast['group_size']} answers",
+                f"{_percent(forecast['share'])} expected [{_percent(low)}, {_percent(high)}]",
+            )
+        )
+    length = f"mean {report['length_mean']:.1f}, longest {report['length_max']} tokens"
+    rows.append(("length", f"{length}, {_percent(report['truncated'])} cut at the limit"))
+    rows.append(("unique", f"{_percent(report['unique'])} of the answers in a group are different"))
+    if report["missing"] or report["failures"]:
+        rows.append(("no reward", f"{_percent(report['missing'])} of the answers, {report['failures']} failures"))
+    return rows
+
+
+def _gate_findings(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """(what was found, [what to do, the best first]) by finding."""
+    found = []
+    for row in report["findings"]:
+        finding = Finding.from_json(row)
+        told = f"{finding.severity}: {finding.cause} ({finding.evidence})"
+        found.append((clean_text(told), [clean_text(fix.sentence) for fix in finding.fixes]))
+    return found
+
+
+def render_gate(report: Mapping[str, Any]) -> RenderableType:
+    """The content of gate.json as a card: figures, findings with what to do about them, verdict."""
+    figures = Table.grid(padding=(0, 2))
+    for label, text in _gate_rows(report):
+        figures.add_row(Text(label, style="dim"), Text(text, overflow="fold"))
+    body = Table.grid(expand=True, padding=0)
+    body.add_row(figures)
+    for told, fixes in _gate_findings(report):
+        body.add_row(Text(""))
+        body.add_row(Text(told, style="yellow"))
+        for fix in fixes:
+            body.add_row(Text(f"  - {fix}"))
+    colour = {"go": "green", "caution": "yellow", "stop": "red"}[report["verdict"]]
+    body.add_row(Text(""))
+    body.add_row(Text(_VERDICTS[report["verdict"]], style=f"bold {colour}"))
+    return Panel(body, title=Text("Can it learn?"), title_align="left", border_style=colour)
+
+
+def plain_gate(report: Mapping[str, Any]) -> list[str]:
+    """The lines of `render_gate` for a log."""
+    lines = ["== Can it learn? ==", *(f"{label}: {text}" for label, text in _gate_rows(report))]
+    for told, fixes in _gate_findings(report):
+        lines += [told, *(f"  - {fix}" for fix in fixes)]
+    return [*lines, _VERDICTS[report["verdict"]]]
+
+
 # --------------------------------------------------------------------------------------------- the final card
 
 
@@ -285,21 +361,72 @@ def _card_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         cells = [_with_interval(side.get(label), side.get(interval_key)) for side in (start, tuned)]
         gain = _with_interval(difference.get("value"), difference.get("interval"), signed=True)
         rows.append((label, cells[0], cells[1], gain))
+    return rows + _pass_rows(report)
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """In words, with the two things that a proof needs: an interval above 0, and an exact test that agrees."""
+    if "proven" not in report:
+        return ""
+    p_value = (report.get("difference") or {}).get("p_value")
+    test = "" if p_value is None else f" (exact paired test: p {_p_value(p_value)})"
+    if report["proven"]:
+        return f"Proven: the interval of the difference lies above 0{test}."
+    if report["difference"]["interval"][0] > 0 and p_value is not None and p_value < 0.05:
+        failed = sum(report[side].get("failures", 0) for side in ("start", "tuned"))
+        return f"Not proven: the metric failed on {failed} answers, which could explain the gain."
+    if report["difference"]["interval"][0] > 0:
+        return f"Not proven: there are too few problems to tell the difference from chance{test}."
+    return f"Not proven: the interval of the difference does not lie above 0 on this test{test}."
+
+
+def _p_value(p: float) -> str:
+    """
+    >>> _p_value(0.0321), _p_value(1e-9)
+    ('= 0.032', '< 0.001')
+    """
+    return "< 0.001" if p < 0.001 else f"= {p:.3f}"
+
+
+def _pass_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """pass@k of both sides at 1 and at the most answers that were sampled."""
+    start, tuned = (report.get(side, {}).get("pass_at_k") or {} for side in ("start", "tuned"))
+    shown = [k for k in start if k in tuned and k in ("1", list(start)[-1])]
+    return [(f"pass@{k}", f"{start[k]:.3f}", f"{tuned[k]:.3f}", f"{tuned[k] - start[k]:+.3f}") for k in shown]
+
+
+def _change(report: Mapping[str, Any]) -> str:
+    changed = report.get("changed")
+    if not changed:
+        return ""
+    return f"better on {changed['better']} problems, worse on {changed['worse']}, the same on {changed['same']}"
+
+
+def _examples(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The largest wins and losses, a line each: (label, question and both answers)."""
+    examples = report.get("examples") or {}
+    rows = []
+    for label, key in (("win", "wins"), ("loss", "losses")):
+        for example in examples.get(key, ()):
+            asked, before, after = (
+                cut_text(" ".join(clean_text(text).split()), limit) or "(empty)"
+                for text, limit in (
+                    (prompt_line(example["prompt"]), 60),
+                    (example["start"], 50),
+                    (example["tuned"], 50),
+                )
+            )
+            rows.append((label, f"{asked} | {before} -> {after}"))
     return rows
 
 
-def _verdict(report: Mapping[str, Any]) -> str:
-    if "proven" not in report:
-        return ""
-    if report["proven"]:
-        return "Proven: the interval of the difference lies above 0."
-    return "Not proven: the interval of the difference does not lie above 0 on this test."
-
-
 def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    facts = []
+    facts = _examples(report)
     if "steps" in report and "seconds" in report:
-        facts.append(("trained", f"{report['steps']} steps in {duration(report['seconds'])}"))
+        early = ", ended early" if report.get("stopped_early") else ""
+        facts.append(("trained", f"{report['steps']} steps in {duration(report['seconds'])}{early}"))
+    if report.get("best_step") is not None:
+        facts.append(("adapter of", _best_step(report)))
     if report.get("peak_memory_bytes"):
         facts.append(("peak memory", size(report["peak_memory_bytes"])))
     adapter = report.get("adapter")
@@ -309,9 +436,17 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
+def _best_step(report: Mapping[str, Any]) -> str:
+    step, score = report["best_step"], f"{report['dev_score']:.3f}"
+    if step == 0:
+        return f"the start: no later one had a better dev score than {score}"
+    return f"step {step}, the best by dev score ({score})"
+
+
 def _next_steps(run: str, report: Mapping[str, Any]) -> list[str]:
     samples = f"lowmem-grpo samples {run}"
-    longer = f"lowmem-grpo resume {run} run.steps={int(report['steps']) * 2}" if report.get("steps") else ""
+    more = "eval.patience=0" if report.get("stopped_early") else f"run.steps={int(report.get('steps', 0)) * 2}"
+    longer = f"lowmem-grpo resume {run} {more}" if report.get("steps") else ""
     use = f'PeftModel.from_pretrained(base, "{report["adapter"]}")'
     if report.get("proven", True):
         return [f"{use} uses it from Python", f"{samples} shows its answers"]
@@ -339,8 +474,8 @@ def render_card(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row(Text("" if label == previous else label, style="dim"), Text(text, overflow="fold"))
         previous = label
     body = Table.grid(expand=True, padding=0)
-    verdict = Text(_verdict(report), style="bold green" if proven else "bold yellow")
-    for part in (table, verdict, Text(""), facts) if measured else (facts,):
+    judged = Text(verdict(report), style="bold green" if proven else "bold yellow")
+    for part in (table, Text(_change(report)), judged, Text(""), facts) if measured else (facts,):
         body.add_row(part)
     return Panel(
         body, title=Text(_card_title(report)), title_align="left", border_style="green" if proven else "yellow"
@@ -357,5 +492,5 @@ def plain_card(report: Mapping[str, Any]) -> list[str]:
             f"difference {gain}" if gain else "",
         ]
         lines.append(f"{label}: " + "  ".join(part for part in parts if part))
-    verdict = _verdict(report)
-    return [*lines, *([verdict] if verdict else []), *(f"{label}: {text}" for label, text in _facts(report))]
+    lines += [line for line in (_change(report), verdict(report)) if line]
+    return [*lines, *(f"{label}: {text}" for label, text in _facts(report))]

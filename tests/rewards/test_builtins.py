@@ -9,6 +9,7 @@ import pytest
 
 from lowmem_grpo.errors import ConfigError
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, text_of
+from lowmem_grpo.rewards.base import FormChecker
 
 
 def score(name: str, completion: str, gold: Any = None, prompt: Any = "Which?", **options: Any) -> float | None:
@@ -129,3 +130,31 @@ def test_length_is_the_overlong_penalty() -> None:
 def test_length_refusals(options: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         REWARDS["length"](**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "asked"),
+    [
+        ("tags", {}, ("<think>", "<answer>")),
+        ("tags", {"tags": ("sql",), "partial": True}, ("<sql>",)),
+        ("number", {}, ()),
+        ("number", {"tag": "answer"}, ("<answer>",)),
+        ("number", {"tag": "answer", "mode": "format"}, ("<answer>",)),
+        ("number", {"tag": "answer", "mode": "lenient"}, ()),
+        ("number", {"after": "####"}, ("####",)),
+        ("number", {"after": "="}, ()),
+        ("text", {}, ()),
+        ("text", {"tag": "label"}, ("<label>",)),
+        ("text", {"tag": "label", "mode": "lenient"}, ()),
+    ],
+)
+def test_the_form_a_reward_asks_for(name: str, options: dict[str, Any], asked: tuple[str, ...]) -> None:
+    checker = REWARDS[name](**options)
+    assert isinstance(checker, FormChecker)
+    assert checker.asks_for == asked
+
+
+def test_an_answer_without_the_form_asked_for_gets_nothing() -> None:
+    assert score("number", "7", 7, tag="answer") == score("number", "7", 7, after="####") == 0.0
+    assert score("text", "Paris", "Paris", tag="label") == score("tags", "Paris") == 0.0
+    assert not isinstance(REWARDS["regex"](pattern="a"), FormChecker)

@@ -98,9 +98,10 @@ def test_make_sinks(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "r", config_text="", environment={}, inputs={})
     sinks = make_sinks(["jsonl", "console"], run_dir)
     assert [type(sink) for sink in sinks.values()] == [JsonlSink, ConsoleSink]
-    assert sorted(SINKS) == ["console", "jsonl"]
+    assert sorted(SINKS) == ["console", "jsonl", "picture"]
     with pytest.raises(
-        PluginError, match=r"^There is no sink 'consol': choose console or jsonl \(did you mean console\?\)\.$"
+        PluginError,
+        match=r"^There is no sink 'consol': choose console or jsonl or picture \(did you mean console\?\)\.$",
     ):
         make_sinks(["consol"], run_dir)
     with pytest.raises(PluginError, match=r"^There is no sink 'zzz': choose console or jsonl\.$"):

@@ -33,7 +33,7 @@ def text_of(renderable: RenderableType, width: int = 100) -> str:
 
 def test_examples_in_the_docstrings() -> None:
     result = doctest.testmod(render)
-    assert result.attempted == 7 and result.failed == 0
+    assert result.attempted == 8 and result.failed == 0
 
 
 def test_sparkline() -> None:
