@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lowmem_grpo import checkpoint
 from lowmem_grpo.assembly import Parts, Preflight, sampling_params, sha256_of
 from lowmem_grpo.errors import RewardFailed
-from lowmem_grpo.evaluate import Evaluation, compare, evaluate, sampled_scores
+from lowmem_grpo.evaluation import Evaluation, compare, evaluate, sampled_scores
 from lowmem_grpo.files import json_bytes
 from lowmem_grpo.rollout import OnProgress
 from lowmem_grpo.rundir import RunDir

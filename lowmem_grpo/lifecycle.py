@@ -18,13 +18,13 @@ from lowmem_grpo.assembly import (
     run_info,
     sha256_of,
 )
-from lowmem_grpo.baseline import ask_gate
 from lowmem_grpo.catalog import ModelInfo
 from lowmem_grpo.catalog.disk import gigabytes
 from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
 from lowmem_grpo.errors import GateStopped, RunDirError, UserError
 from lowmem_grpo.files import json_bytes
 from lowmem_grpo.gate import GateReport
+from lowmem_grpo.gatekeeper import ask_gate
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.rundir import RUNS_ROOT, RunDir, StatusWriter, run_name, tee_output
 from lowmem_grpo.sinks import Fanout, make_sinks

@@ -22,12 +22,12 @@ import torch
 from lowmem_grpo import checkpoint
 from lowmem_grpo.advantages import ESTIMATORS, is_dead_P
 from lowmem_grpo.assembly import Parts, Preflight, run_info, sampling_params
-from lowmem_grpo.baseline import ask_gate
 from lowmem_grpo.batching import pack_groups, rewards_tensor
 from lowmem_grpo.checkpoint import TrainState
 from lowmem_grpo.errors import GateStopped, SelfCheckFailed, StopRequested
-from lowmem_grpo.evaluate import Evaluation
+from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.files import json_bytes
+from lowmem_grpo.gatekeeper import ask_gate
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.losses import token_weights
 from lowmem_grpo.memory.peak import PeakProbe
@@ -364,6 +364,21 @@ class Trainer:
                 "trains all the same."
             )
 
+    def _gate_summary(self) -> dict[str, Any]:
+        """What the gate said, and what its forecast was worth over the steps of the run."""
+        if not self.run_dir.gate_path.exists():
+            return {}
+        said = json.loads(self.run_dir.gate_path.read_bytes())
+        shares = {forecast["group_size"]: forecast["share"] for forecast in said["forecasts"]}
+        seen = [row["groups/zero_variance"] for row in self.run_dir.read("metrics")]
+        return {
+            "gate": {
+                "verdict": said["verdict"],
+                "dead_groups_forecast": shares.get(self.config.rollout.group_size),
+                "dead_groups_seen": sum(seen) / len(seen) if seen else None,
+            }
+        }
+
     @contextlib.contextmanager
     def _first_step_check(
         self, step: int, micro_batches: Sequence[PackedMicroBatch]
@@ -409,6 +424,7 @@ class Trainer:
         self.progress.seconds += self._lap()
         report = {
             **comparison,
+            **self._gate_summary(),
             "steps": self.progress.step,
             "stopped_early": self.progress.step < self.parts.steps,
             "best_step": self.progress.best_step,

@@ -51,7 +51,7 @@ from lowmem_grpo.assembly import Parts, Preflight, assemble, environment, prefli
 from lowmem_grpo.catalog import resolve_model
 from lowmem_grpo.config import Config, dump_config, load_config
 from lowmem_grpo.data import ProblemStream, prepare
-from lowmem_grpo.evaluate import evaluate
+from lowmem_grpo.evaluation import evaluate
 from lowmem_grpo.files import atomic_write
 from lowmem_grpo.losses import loss_options
 from lowmem_grpo.memory.peak import PeakProbe

@@ -104,6 +104,39 @@ def at_task(trained: tuple[Path, Said], monkeypatch: pytest.MonkeyPatch) -> Path
     return trained[0]
 
 
+# ----- the gate
+
+
+def test_baseline_says_whether_it_can_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = write_task(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = call("baseline", task, "gate.prompts=4")
+    assert said.status == 0
+    assert "== Can it learn? ==" in said.out and "sampled: 4 training prompts x 2 answers of the start" in said.out
+    assert said.out.splitlines()[-1].startswith("Go")
+    as_json = call("baseline", task, "gate.prompts=4", "--json")
+    assert (as_json.status, as_json.json["prompts"], as_json.json["answers"]) == (0, 4, 8)
+    assert as_json.json["verdict"] in ("go", "caution")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "task.jsonl", "task.yaml"]
+    shown = call("baseline", task, "gate.prompts=4", out=Terminal())
+    assert "Can it learn?" in shown.out and shown.status == 0
+
+
+def test_the_gate_ends_with_status_5_and_force_goes_on(tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    (tmp_path / "mine.py").write_text("def code_points(completions, **columns):\n    return [0.5] * len(completions)\n")
+    run_dir = tmp_path / "run"
+    said = call("train", task, "--run-dir", run_dir)
+    assert said.status == 5 and "--force trains all the same" in said.err and "score 0.5" in said.err
+    assert not run_dir.exists()
+    as_json = call("train", task, "--run-dir", run_dir, "--json")
+    assert (as_json.status, as_json.json["exit_code"]) == (5, 5)
+    asked = call("baseline", task)
+    assert asked.status == 5 and asked.out.splitlines()[-1] == "No: as it is, nothing can be learnt."
+    forced = call("train", task, "run.steps=1", "--run-dir", run_dir, "--force")
+    assert forced.status == 0 and (run_dir / "report.json").exists()
+
+
 # ----- a run from end to end
 
 

@@ -16,7 +16,7 @@ from lowmem_grpo import lifecycle
 from lowmem_grpo.assembly import Parts, Preflight, sampling_params
 from lowmem_grpo.checkpoint import write_adapter
 from lowmem_grpo.errors import RewardFailed
-from lowmem_grpo.evaluate import SAMPLES_STEP
+from lowmem_grpo.evaluation import SAMPLES_STEP
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.model import Policy
 from lowmem_grpo.rollout import SlotEngine

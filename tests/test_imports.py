@@ -27,7 +27,7 @@ LAYERS = {
             "catalog",
             "checkpoint",
             "data",
-            "evaluate",
+            "evaluation",
             "gate",
             "losses",
             "memory",
@@ -37,7 +37,7 @@ LAYERS = {
     },
     "config": {"config", "config_errors", "config_text", "recipes"},
     "starter": {"starter"},
-    "trainer": {"answers", "assembly", "baseline", "held_out", "lifecycle", "trainer"},
+    "trainer": {"answers", "assembly", "gatekeeper", "held_out", "lifecycle", "trainer"},
     "tools": {"doctor", "export", "plan"},
     "front": {"__init__", "api", "cli", "ui"},
 }

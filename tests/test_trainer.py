@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lowmem_grpo import faults, lifecycle
-from lowmem_grpo.checkpoint import read_adapter
+from lowmem_grpo.checkpoint import load, read_adapter, write_adapter
 from lowmem_grpo.errors import (
     DataError,
     NonFiniteFailed,
@@ -27,7 +27,7 @@ from lowmem_grpo.errors import (
     StopRequested,
     UserError,
 )
-from lowmem_grpo.evaluate import Evaluation
+from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.lifecycle import evaluate_run, resume_run, start_run
 from lowmem_grpo.rollout import SlotEngine
@@ -339,6 +339,59 @@ def test_the_adapter_is_the_best_by_dev_score(
     assert [row["eval/score"] for row in run_dir.read("metrics")] == dev_scores[1:]
     # The first test evaluation is the start, with the adapter off; both have the chosen adapter loaded.
     assert len(tested) == 2 and same_tensors(tested[1], chosen)
+
+
+def test_no_new_best_ends_the_run_early_and_patience_0_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [0.5, 0.6, 0.6, 0.4, 0.9, 0.1])
+    patience = ("run.steps=5", "run.checkpoint_every=5", "eval.every=1", "eval.patience=2", "data.dev_size=2")
+    run_dir, report = train(tmp_path / "run", *patience)
+    assert (report["steps"], report["stopped_early"], report["best_step"], report["dev_score"]) == (3, True, 2, 0.6)
+    assert events(run_dir, "early stop") == [
+        (3, "no better dev score than 0.600 of step 2 in 2 evaluations: the run ends here")
+    ]
+    assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000003"]
+    assert run_dir.status().state == "finished"
+
+    _, again = resume_run(run_dir.path, functions=FUNCTIONS)
+    assert (again["steps"], again["stopped_early"]) == (3, True)
+    _, longer = resume_run(run_dir.path, ["eval.patience=0"], functions=FUNCTIONS)
+    assert (longer["steps"], longer["stopped_early"], longer["best_step"], longer["dev_score"]) == (5, False, 4, 0.9)
+
+
+def test_the_dev_problems_are_scored_ten_times_unless_the_config_says_otherwise(tmp_path: Path) -> None:
+    run_dir, _ = train(tmp_path / "run", "run.steps=21", "data.dev_size=2", "rollout.max_new_tokens=2")
+    assert [row["step"] for row in run_dir.read("metrics") if "eval/score" in row] == [*range(2, 21, 2), 21]
+    ends, _ = train(tmp_path / "ends", "run.steps=4", "data.dev_size=2", "eval.every=0")
+    assert [row["step"] for row in ends.read("metrics") if "eval/score" in row] == [4]
+
+
+def test_a_checkpoint_holds_the_best_adapter_of_an_earlier_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [0.1, 0.9, 0.5, 0.7, 0.8])
+    run_dir, _ = train(
+        tmp_path / "run",
+        "run.steps=3",
+        "run.checkpoint_every=1",
+        "run.keep_checkpoints=3",
+        "eval.every=1",
+        "data.dev_size=2",
+    )
+    first, second = (load(run_dir.checkpoints_dir / f"step-00000{step}") for step in (1, 2))
+    assert first.best is None and second.best is not None and same_tensors(dict(second.best), dict(first.adapter))
+    # A run that was killed after a later best had been written, and goes back to the checkpoint of step 2.
+    write_adapter(run_dir.adapter_dir, second.adapter, second.adapter_config)
+    shutil.rmtree(run_dir.checkpoints_dir / "step-000003")
+    _, report = resume_run(run_dir.path, functions=FUNCTIONS)
+    assert report["best_step"] == 1 and same_tensors(read_adapter(run_dir.adapter_dir)[0], dict(first.adapter))
+    (run_dir.checkpoints_dir / "step-000002" / "best" / "adapter_model.safetensors").unlink()
+    with pytest.raises(RunDirError, match=r"damaged \(best/adapter_model.safetensors is missing\)"):
+        load(run_dir.checkpoints_dir / "step-000002")
+
+
+def test_a_picture_is_drawn_at_the_end(tmp_path: Path) -> None:
+    run_dir, _ = train(tmp_path / "run", "run.steps=2", "data.test_size=3", "run.sinks=[jsonl, picture]")
+    assert run_dir.picture_path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_dev_set_the_last_adapter_is_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import yaml
 
 from lowmem_grpo.advantages import is_dead_P
 from lowmem_grpo.batching import rewards_tensor
+from lowmem_grpo.files import json_bytes
 from lowmem_grpo.gate.crossed import gold_of
 from lowmem_grpo.gate.forecast import DeadForecast, distinct_counts, forecasts_dead, tolerance
 from lowmem_grpo.intervals import paired_bootstrap_difference
@@ -127,7 +129,8 @@ class GateReport:
         """JSON values, with the sentence; the keys of `pass_at` are text."""
         pass_at = None if self.pass_at is None else {str(k): share for k, share in self.pass_at.items()}
         findings = [finding.to_json() for finding in self.findings]
-        return asdict(self) | {"pass_at": pass_at, "findings": findings, "sentence": self.sentence}
+        values = asdict(self) | {"pass_at": pass_at, "findings": findings, "sentence": self.sentence}
+        return json.loads(json_bytes(values))
 
 
 def judge(sample: GateSample, settings: GateSettings, *, crossed: Sequence[ScoredGroup] | None = None) -> GateReport:

@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import io
 import math
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -15,13 +16,17 @@ from lowmem_grpo.sinks.render import (
     duration,
     measures,
     plain_card,
+    plain_gate,
     plain_sample,
     plain_step,
     prompt_line,
     render_card,
+    render_gate,
     render_sample,
     sparkline,
+    verdict,
 )
+from lowmem_grpo.types import Finding, Fix
 from tests.sinks.examples import ADVANTAGES, REPORT, group
 
 
@@ -177,6 +182,137 @@ def test_the_card_as_lines_when_nothing_is_proven() -> None:
         "next: lowmem-grpo resume runs/q run.steps=80 trains longer",
         "next: lowmem-grpo samples runs/q shows where it fails",
     ]
+
+
+def test_the_card_tells_what_changed_and_how_sure_that_is() -> None:
+    examples = {
+        "wins": [
+            {"prompt": "What is\n1 + 2?", "start": "Hi \x1b[2J", "tuned": "3", "start_score": 0.0, "tuned_score": 1.0}
+        ],
+        "losses": [
+            {
+                "prompt": [{"role": "user", "content": "2 + 2?"}],
+                "start": "4",
+                "tuned": "",
+                "start_score": 1,
+                "tuned_score": 0,
+            }
+        ],
+    }
+    report = {
+        **REPORT,
+        "difference": {**REPORT["difference"], "p_value": 0.0321},
+        "changed": {"better": 9, "worse": 1, "same": 190},
+        "examples": examples,
+        "start": {**REPORT["start"], "pass_at_k": {"1": 0.1, "2": 0.2, "4": 0.3}},
+        "tuned": {**REPORT["tuned"], "pass_at_k": {"1": 0.6, "2": 0.65, "4": 0.7}},
+        "best_step": 30,
+        "dev_score": 0.75,
+        "stopped_early": True,
+    }
+    lines = plain_card(report)
+    assert lines[4:6] == [
+        "pass@1: start 0.100  tuned 0.600  difference +0.500",
+        "pass@4: start 0.300  tuned 0.700  difference +0.400",
+    ]
+    assert lines[6:12] == [
+        "better on 9 problems, worse on 1, the same on 190",
+        "Proven: the interval of the difference lies above 0 (exact paired test: p = 0.032).",
+        "win: What is 1 + 2? | Hi \\x1b[2J -> 3",
+        "loss: 2 + 2? | 4 -> (empty)",
+        "trained: 40 steps in 8:13 min, ended early",
+        "adapter of: step 30, the best by dev score (0.750)",
+    ]
+    shown = text_of(render_card(report), width=140)
+    assert "better on 9 problems" in shown and "Hi \\x1b[2J -> 3" in shown
+    assert "adapter of: the start: no later one had a better dev score than 0.750" in plain_card(
+        {**report, "best_step": 0}
+    )
+    more = plain_card({**report, "proven": False})
+    assert "next: lowmem-grpo resume runs/q eval.patience=0 trains longer" in more
+
+
+@pytest.mark.parametrize(
+    ("difference", "failures", "sentence"),
+    [
+        ([0.1, 0.5, 0.0004], 0, "Proven: the interval of the difference lies above 0 (exact paired test: p < 0.001)."),
+        (
+            [0.01, 0.5, 0.25],
+            0,
+            "Not proven: there are too few problems to tell the difference from chance (exact paired test: p = 0.250).",
+        ),
+        ([0.1, 0.5, 0.01], 7, "Not proven: the metric failed on 7 answers, which could explain the gain."),
+        (
+            [-0.1, 0.5, 0.3],
+            0,
+            "Not proven: the interval of the difference does not lie above 0 on this test "
+            "(exact paired test: p = 0.300).",
+        ),
+    ],
+)
+def test_the_verdict_says_what_a_proof_lacks(difference: list[float], failures: int, sentence: str) -> None:
+    low, high, p_value = difference
+    report = {
+        "proven": sentence.startswith("Proven"),
+        "difference": {"value": 0.3, "interval": [low, high], "p_value": p_value},
+        "start": {"failures": 0},
+        "tuned": {"failures": failures},
+    }
+    assert verdict(report) == sentence
+
+
+def gate_report(**values: Any) -> dict[str, Any]:
+    finding = Finding(
+        "dead groups", "warning", "most are dead", "66 % expected", (Fix("sample more", ("rollout.group_size=16",)),)
+    )
+    return {
+        "verdict": "caution",
+        "prompts": 64,
+        "answers": 512,
+        "group_size": 8,
+        "reward_mean": 0.05,
+        "reward_std": 0.218,
+        "within_group_std": 0.1,
+        "pass_at": {"1": 0.05, "8": 0.33},
+        "dead_share": 0.67,
+        "forecasts": [{"group_size": 8, "share": 0.66, "interval": [0.58, 0.74], "method": "beta-binomial"}],
+        "truncated": 0.25,
+        "unique": 0.9,
+        "length_mean": 12.34,
+        "length_max": 16,
+        "missing": 0.0,
+        "failures": 0,
+        "findings": [finding.to_json()],
+        "sentence": "",
+    } | values
+
+
+def test_the_gate_as_lines() -> None:
+    assert plain_gate(gate_report()) == [
+        "== Can it learn? ==",
+        "sampled: 64 training prompts x 8 answers of the start",
+        "reward: mean 0.050, spread 0.100 inside a group, 0.218 over all",
+        "right: pass@1 0.050, pass@8 0.330",
+        "dead groups: 67 % of those sampled",
+        "  at 8 answers: 66 % expected [58 %, 74 %]",
+        "length: mean 12.3, longest 16 tokens, 25 % cut at the limit",
+        "unique: 90 % of the answers in a group are different",
+        "warning: most are dead (66 % expected)",
+        "  - sample more: rollout.group_size=16",
+        "Go, with care: see what was found.",
+    ]
+    missing = gate_report(
+        reward_mean=None, pass_at=None, forecasts=[], missing=1.0, failures=3, findings=[], verdict="stop"
+    )
+    assert plain_gate(missing)[2:] == [
+        "dead groups: 67 % of those sampled",
+        "length: mean 12.3, longest 16 tokens, 25 % cut at the limit",
+        "unique: 90 % of the answers in a group are different",
+        "no reward: 100 % of the answers, 3 failures",
+        "No: as it is, nothing can be learnt.",
+    ]
+    shown = text_of(render_gate(gate_report()))
+    assert "Can it learn?" in shown and "- sample more: rollout.group_size=16" in shown and "Go, with care" in shown
 
 
 def test_the_smallest_report_has_a_card() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.evaluate import SAMPLES_STEP, Evaluation, compare, evaluate, sampled_scores
+from lowmem_grpo.evaluation import SAMPLES_STEP, Evaluation, compare, evaluate, sampled_scores
 from lowmem_grpo.rollout import OnProgress, SlotEngine
 from lowmem_grpo.types import Group, Problem, Rollout, SamplingParams, ScoredGroup
 from tests.helpers import problems_of, tiny_policy
