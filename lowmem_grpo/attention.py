@@ -3,14 +3,18 @@
 Transformers calls `attend` in place of its own kernels. With a `Layout` among the model's arguments the layout says
 which token sees which; without one it is ordinary causal attention, so the model stays an ordinary model for everyone.
 
-In a packed sequence a group lies as [prompt, answer 0, answer 1, ...], and the prompt is there once: it attends to
-itself, each answer to the prompt and to itself. No mask over all tokens exists: a group is computed in tiles, each
-some whole neighbouring sequences whose keys are the prompt and the tile.
+In a packed sequence a group lies as [prompt, sequence 0, sequence 1, ...] (see `GroupSpan`), and the prompt is there
+once: it attends to itself, a sequence to its prefix (the prompt, and what it goes on from of sequences before it) and
+to itself. No mask over all tokens exists: a group is computed in tiles, each some whole neighbouring sequences whose
+keys are the prefix of the first and the tile; what a later one of them goes on from is part of those.
 
     a prompt alone                    causal, no mask
-    one long answer alone             causal from the bottom right, no mask (materialised only on a CPU)
-    short sequences together          a mask of tile x (prompt + tile), shared by all layers
+    one long sequence alone           causal from the bottom right, no mask (materialised only on a CPU)
+    short sequences together          a mask of tile x (prefix + tile), shared by all layers
     a window shorter than the group   the same mask with the window by position
+
+A long sequence alone copies the keys of its prefix, of the prompt as of what it shares, so sharing even one token costs
+it nothing more.
 
 With flash-attn on a GPU all of a packed sequence is one call of variable length. Where scores are soft-capped
 (Gemma 2) and flash-attn is missing, the scores of a tile are computed openly.
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -159,25 +164,22 @@ def _lower_triangle(queries: int, keys: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Neighbouring sequences of one group: tokens [start, end) of the packed sequence, keys the prompt and these.
+    """Neighbouring sequences of one group, the prompt being one too; keys are `prefix` and `tokens`.
 
-    `lengths` are those of the sequences; `has_prompt` says that the first of them is the prompt itself.
+    `prefix` is what the first sequence sees wholly, empty for the prompt. `begins` are the positions at which the
+    sequences begin in their conversation, `lengths` their tokens. Sequence i goes on from what lies before `begins[i]`
+    on the path of the one before it, so sequences of the tile see the prefix up to the lowest of the begins so far.
     """
 
-    prompt: slice
-    tokens: slice
+    prefix: tuple[range, ...]
+    tokens: range
+    begins: tuple[int, ...]
     lengths: tuple[int, ...]
-    has_prompt: bool
-
-    @property
-    def prompt_length(self) -> int:
-        return self.prompt.stop - self.prompt.start
 
     @property
     def farthest(self) -> int:
-        """The number of tokens that the last token of the longest sequence can see."""
-        longest_answer = max(self.lengths[1:] if self.has_prompt else self.lengths, default=0)
-        return self.prompt_length + longest_answer
+        """The number of tokens that the last token of the longest conversation can see."""
+        return max(begin + length for begin, length in zip(self.begins, self.lengths, strict=True))
 
 
 class PackedLayout:
@@ -198,23 +200,32 @@ class PackedLayout:
         """See `Layout.attend`; B is 1 and T the N tokens of the packed sequence."""
         if self._flash:
             return self._flash_varlen(query, key, value, math)
-        parts = [self._attend_tile(tile, query, key, value, math) for tile in self._tiles]
-        return (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]).transpose(1, 2)
+        sizes, pieces_of_tiles = self._pieces
+        # Split once, not sliced tile by tile: the backward of every slice is as large as the whole.
+        queries = query.split([len(tile.tokens) for tile in self._tiles], dim=2)
+        keys, values = key.split(sizes, dim=2), value.split(sizes, dim=2)
+        parts = [
+            self._attend_tile(tile, own_query, _joined(keys, pieces), _joined(values, pieces), math)
+            for tile, own_query, pieces in zip(self._tiles, queries, pieces_of_tiles, strict=True)
+        ]
+        return _joined(parts, range(len(parts))).transpose(1, 2)
 
     def _attend_tile(self, tile: _Tile, query: Tensor, key: Tensor, value: Tensor, math: HeadMath) -> Tensor:
-        query = query[:, :, tile.tokens]
-        if tile.has_prompt:
-            key, value = key[:, :, tile.tokens], value[:, :, tile.tokens]
-        else:
-            key, value = (
-                torch.cat([states[:, :, tile.prompt], states[:, :, tile.tokens]], dim=2) for states in (key, value)
-            )
         windowed = math.window is not None and math.window < tile.farthest
         if len(tile.lengths) == 1 and not windowed and math.softcap is None:
-            if tile.has_prompt:
+            if not tile.prefix:
                 return masked_attention(query, key, value, None, math, causal=True)
             return masked_attention(query, key, value, causal_lower_right(query.shape[2], key.shape[2]), math)
         return masked_attention(query, key, value, self._mask(tile, math.window if windowed else None), math)
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[list[int], list[list[int]]]:
+        """The sizes of the pieces into which the tiles cut keys and values, and the pieces of each tile in order."""
+        needed = [(*tile.prefix, tile.tokens) for tile in self._tiles]
+        edges = sorted({edge for parts in needed for part in parts for edge in (part.start, part.stop)})
+        number = {edge: i for i, edge in enumerate(edges)}
+        sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+        return sizes, [[i for part in parts for i in range(number[part.start], number[part.stop])] for parts in needed]
 
     def _mask(self, tile: _Tile, window: int | None) -> Tensor:
         name = (tile.tokens.start, window)
@@ -223,9 +234,9 @@ class PackedLayout:
         return self._masks[name]
 
     def _flash_varlen(self, query: Tensor, key: Tensor, value: Tensor, math: HeadMath) -> Tensor:
-        """One call for everything: each sequence is queries of its own over keys of its prompt and itself.
+        """One call for everything: each sequence is queries of its own over keys of its prefix and itself.
 
-        flash-attn aligns causality and window at the bottom right, which is just what a prompt in front needs.
+        flash-attn aligns causality and window at the bottom right, which is just what a prefix in front needs.
         """
         from flash_attn import flash_attn_varlen_func
 
@@ -251,17 +262,10 @@ class PackedLayout:
         keys: list[range] = []
         sizes_q: list[int] = []
         sizes_k: list[int] = []
-        for span in self._spans:
-            prompt = range(span.start, span.start + span.prompt_length)
-            start = prompt.stop
-            keys.append(prompt)
-            sizes_q.append(span.prompt_length)
-            sizes_k.append(span.prompt_length)
-            for length in span.answer_lengths:
-                keys += [prompt, range(start, start + length)]
-                sizes_q.append(length)
-                sizes_k.append(span.prompt_length + length)
-                start += length
+        for prefix, own in (sequence for span in self._spans for sequence in _sequences(span)):
+            keys += [*prefix, own]
+            sizes_q.append(len(own))
+            sizes_k.append(sum(map(len, prefix)) + len(own))
         index_K = torch.tensor([token for part in keys for token in part], device=self._device)
         return index_K, self._boundaries(sizes_q), self._boundaries(sizes_k), max(sizes_q), max(sizes_k)
 
@@ -269,32 +273,53 @@ class PackedLayout:
         return F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(self._device, torch.int32)
 
 
+def _joined(pieces: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:
+    """The chosen pieces behind one another; a single one is not copied."""
+    return torch.cat([pieces[i] for i in chosen], dim=2) if len(chosen) > 1 else pieces[chosen[0]]
+
+
+def _sequences(span: GroupSpan) -> Iterator[tuple[tuple[range, ...], range]]:
+    """(prefix, own tokens) of the prompt, which has no prefix, and of each sequence behind it."""
+    end = span.start + span.prompt_length
+    yield (), range(span.start, end)
+    for prefix, own in zip(span.prefixes(), span.answer_lengths, strict=True):
+        yield prefix, range(end, end + own)
+        end += own
+
+
 def _tiles(span: GroupSpan) -> Iterator[_Tile]:
     """Cut a group into tiles: whole sequences, together as long as they stay under TILE_TOKENS."""
-    prompt = slice(span.start, span.start + span.prompt_length)
-    start, lengths, has_prompt = span.start, [span.prompt_length], True
-    for length in span.answer_lengths:
-        if sum(lengths) + length > TILE_TOKENS:
-            yield _Tile(prompt, slice(start, start + sum(lengths)), tuple(lengths), has_prompt)
-            start, lengths, has_prompt = start + sum(lengths), [], False
-        lengths.append(length)
-    yield _Tile(prompt, slice(start, start + sum(lengths)), tuple(lengths), has_prompt)
+    members: list[tuple[tuple[range, ...], range]] = []
+    for sequence in _sequences(span):
+        if members and sequence[1].stop - members[0][1].start > TILE_TOKENS:
+            yield _tile(members)
+            members = []
+        members.append(sequence)
+    yield _tile(members)
+
+
+def _tile(members: Sequence[tuple[tuple[range, ...], range]]) -> _Tile:
+    return _Tile(
+        prefix=members[0][0],
+        tokens=range(members[0][1].start, members[-1][1].stop),
+        begins=tuple(sum(map(len, prefix)) for prefix, _ in members),
+        lengths=tuple(len(own) for _, own in members),
+    )
 
 
 def _tile_mask(tile: _Tile, window: int | None, device: torch.device) -> Tensor:
-    """Who sees whom, bool (tile, keys): the prompt and the own sequence, not later tokens, not beyond the window."""
-    prompt_length = tile.prompt_length
-    sequence_q = torch.repeat_interleave(torch.arange(len(tile.lengths)), torch.tensor(tile.lengths)) + 1
-    starts = [0 if tile.has_prompt and i == 0 else prompt_length for i in range(len(tile.lengths))]
-    position_q = torch.cat([torch.arange(n) + start for start, n in zip(starts, tile.lengths, strict=True)])
-    if tile.has_prompt:
-        sequence_q -= 1  # the prompt is sequence 0
-        sequence_k, position_k = sequence_q, position_q
-    else:
-        sequence_k = torch.cat([torch.zeros(prompt_length, dtype=torch.long), sequence_q])
-        position_k = torch.cat([torch.arange(prompt_length), position_q])
+    """Who sees whom, bool (tile, keys): the own path, not later tokens, not beyond the window by position."""
+    lengths, begins = torch.tensor(tile.lengths), torch.tensor(tile.begins)
+    # The prefix is number 0, the sequences are numbered from 1.
+    number_q = torch.repeat_interleave(torch.arange(len(lengths)), lengths) + 1
+    position_q = torch.cat([torch.arange(begin, begin + n) for begin, n in zip(tile.begins, tile.lengths, strict=True)])
+    number_k = torch.cat([torch.zeros(tile.begins[0], dtype=torch.long), number_q])
+    position_k = torch.cat([torch.arange(tile.begins[0]), position_q])
+    # How far along number j sequence i still goes: the lowest of the begins of j + 1 to i, all of it for i = j.
+    later = torch.arange(1, len(lengths) + 1)[:, None] > torch.arange(len(lengths) + 1)
+    reach = torch.where(later, begins[:, None], tile.farthest).cummin(dim=0).values
     distance = position_q[:, None] - position_k
-    mask = ((sequence_k == 0) | (sequence_q[:, None] == sequence_k)) & (distance >= 0)
+    mask = (number_k <= number_q[:, None]) & (distance >= 0) & (position_k < reach[number_q - 1][:, number_k])
     if window is not None:
         mask &= distance < window
     return mask.to(device)

@@ -1,13 +1,17 @@
 """Scored groups and their advantages become packed micro-batches under a token budget.
 
-A group lies in a micro-batch as its prompt, once, with its answers behind it, so the prompt is forwarded once for all
-of them: P + sum of T_i tokens instead of G x P + sum of T_i, and no padding. A group larger than the budget is split;
-each part forwards the prompt again, and the gradients of the parts add up. What each token weighs in the loss is fixed
-here, once, for the whole update, so the cut cannot change the gradient.
+A group lies in a micro-batch as a tree: its prompt once, behind it each beginning that answers have in common once,
+then where they part. Tokens behind the last sampled one of an answer predict nothing, so of an answer of T tokens at
+most T - 1 are forwarded. Answers sorted by their tokens lie next to the one they have most in common with, so each
+stores what it adds to the one before, and an answer that adds nothing costs nothing. In all: P plus the tree's tokens
+instead of G x P plus the sum of T_i, and no padding. A group larger than the budget is split; each part forwards the
+prompt again, and the gradients of the parts add up. What each token weighs in the loss is fixed here, once, for the
+whole update, so neither the cut nor the tree can change the gradient.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,7 +40,7 @@ def rewards_tensor(groups: Sequence[ScoredGroup]) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Answers of one group that are forwarded behind one copy of its prompt. `tokens` counts both."""
+    """Answers of one group behind one copy of its prompt. `tokens` counts what is forwarded of both."""
 
     group: int
     answers: tuple[int, ...]
@@ -58,7 +62,8 @@ def pack_groups(
     `counted_P_G` (bool) marks answers with a reward; the others leave numerator and denominator. `live_P` (bool)
     marks groups that carry a gradient; the others are not forwarded but stay in the denominator. `weigh` maps the
     lengths of all answers (P * G,), 0 for those not counted, to the weight of each of their tokens. A prompt with one
-    answer that exceeds the budget gets a micro-batch of its own. Returns [] when nothing is live.
+    answer that exceeds the budget gets a micro-batch of its own, which answers that add nothing to it share. Returns []
+    when nothing is live.
     """
     _, lengths_P_G = rewards_tensor(groups)
     weights_P_G = weigh((lengths_P_G * counted_P_G).flatten()).reshape(lengths_P_G.shape)
@@ -68,30 +73,55 @@ def pack_groups(
         if live_P[p] and counted_P_G[p].any()
         for part in _split_group(p, group, counted_P_G[p].nonzero().flatten().tolist(), micro_batch_tokens)
     ]
-    bins = _fill_bins(parts, [part.tokens for part in parts], micro_batch_tokens)
+    bins = _fill_bins(parts, lambda part, _: part.tokens, micro_batch_tokens)
     bins.sort(key=lambda members: -sum(part.tokens for part in members))  # what does not fit shows at once
     return [_micro_batch(groups, members, advantages_P_G, weights_P_G, device) for members in bins]
 
 
 def _split_group(index: int, group: ScoredGroup, answers: Sequence[int], budget: int) -> Iterator[_Part]:
-    """The answers in as few parts as fit the budget with a prompt each, the longest answers first."""
+    """The answers in as few parts as fit the budget with a prompt each, those that begin alike together."""
     prompt = len(group.group.problem.prompt_ids)
-    lengths = [len(group.group.rollouts[g].completion_ids) for g in answers]
-    for members in _fill_bins(list(zip(answers, lengths, strict=True)), lengths, budget - prompt):
-        yield _Part(index, tuple(g for g, _ in members), prompt + sum(length for _, length in members))
+    forwarded = {g: _forwarded(group.group.rollouts[g]) for g in answers}
+
+    def added(g: int, members: Sequence[int]) -> int:
+        shared = max((_common(forwarded[g], forwarded[other]) for other in members), default=0)
+        return len(forwarded[g]) - shared
+
+    for members in _fill_bins(answers, added, budget - prompt):
+        members.sort(key=lambda g: forwarded[g], reverse=True)  # the longer of two that begin alike comes first
+        tokens = sum(added(g, members[:place]) for place, g in enumerate(members))
+        yield _Part(index, tuple(members), prompt + tokens)
 
 
-def _fill_bins(items: Sequence[Item], sizes: Sequence[int], capacity: int) -> list[list[Item]]:
-    """First-fit decreasing: the largest item first, each into the first bin with room; an oversized one goes alone."""
+def _forwarded(answer: Rollout) -> tuple[int, ...]:
+    """The tokens of an answer that something is predicted from: those before its last sampled one."""
+    return answer.completion_ids[: max((t for t, sampled in enumerate(answer.sampled_T) if sampled), default=0)]
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens two sequences begin with in common."""
+    shorter = min(len(one), len(other))
+    return bisect.bisect_left(range(shorter), True, key=lambda t: one[: t + 1] != other[: t + 1])
+
+
+def _fill_bins(items: Sequence[Item], added: Callable[[Item, Sequence[Item]], int], capacity: int) -> list[list[Item]]:
+    """The largest item first, each into the bin with room to which it adds least, the first of equals.
+
+    `added` says how much an item adds to the items of a bin, its own size where there are none. An oversized item goes
+    alone, but for those that add nothing to it. Where nothing is shared this is first-fit decreasing.
+    """
     bins: list[list[Item]] = []
     room: list[int] = []
-    for i in sorted(range(len(items)), key=lambda i: -sizes[i]):  # stable: equal sizes keep their order
-        index = next((b for b, free in enumerate(room) if sizes[i] <= free), len(bins))
-        if index == len(bins):
-            bins.append([])
-            room.append(capacity)
-        bins[index].append(items[i])
-        room[index] -= sizes[i]
+    for item in sorted(items, key=lambda item: -added(item, ())):  # stable: equal sizes keep their order
+        sizes = [added(item, members) for members in bins]
+        fitting = [b for b, size in enumerate(sizes) if size <= max(room[b], 0)]
+        if fitting:
+            chosen = min(fitting, key=lambda b: sizes[b])
+            bins[chosen].append(item)
+            room[chosen] -= sizes[chosen]
+        else:
+            bins.append([item])
+            room.append(capacity - added(item, ()))
     return bins
 
 
@@ -108,21 +138,21 @@ def _micro_batch(
     spans: list[GroupSpan] = []
     predictors: list[int] = []
     for part in parts:
-        prompt = groups[part.group].group.problem.prompt_ids
-        members = [groups[part.group].group.rollouts[g] for g in part.answers]
-        spans.append(GroupSpan(len(ids), len(prompt), tuple(len(answer.completion_ids) for answer in members)))
-        last_of_prompt = len(ids) + len(prompt) - 1
-        ids += prompt
-        for answer in members:
-            predictors += _predictors(answer, last_of_prompt, len(ids))
-            ids += answer.completion_ids
+        group = groups[part.group].group
+        span = _lay_out(group.problem.prompt_ids, [group.rollouts[g] for g in part.answers], ids, predictors)
+        spans.append(span)
     mask_BT, sampler_logprobs_BT = _rows(answers)
     index_B_2 = torch.tensor(rows)
     advantages_B, weights_B = (
         values_P_G[index_B_2[:, 0], index_B_2[:, 1]] for values_P_G in (advantages_P_G, weights_P_G)
     )
     positions = [position for span in spans for position in span.position_ids()]
-    targets = [token for answer in answers for token, sampled in _tokens(answer) if sampled]
+    targets = [
+        token
+        for answer in answers
+        for token, sampled in zip(answer.completion_ids, answer.sampled_T, strict=True)
+        if sampled
+    ]
     return PackedMicroBatch(
         input_ids_N=torch.tensor(ids, device=device),
         position_ids_N=torch.tensor(positions, device=device),
@@ -137,13 +167,29 @@ def _micro_batch(
     )
 
 
-def _tokens(answer: Rollout) -> Iterator[tuple[int, bool]]:
-    return zip(answer.completion_ids, answer.sampled_T, strict=True)
+def _lay_out(prompt_ids: Sequence[int], answers: Sequence[Rollout], ids: list[int], predictors: list[int]) -> GroupSpan:
+    """Append a part to `ids`: the prompt, then what each answer adds to the path before it.
 
-
-def _predictors(answer: Rollout, last_of_prompt: int, start: int) -> list[int]:
-    """Where the hidden state lies that predicts each sampled token of an answer whose first token is at `start`."""
-    return [start + t - 1 if t else last_of_prompt for t, (_, sampled) in enumerate(_tokens(answer)) if sampled]
+    `predictors` gets where the hidden state lies that predicts each sampled token, answer by answer. Equal beginnings
+    are found between neighbours only, so all of them where the answers are sorted.
+    """
+    start = len(ids)
+    ids += prompt_ids
+    shared_lengths: list[int] = []
+    own_lengths: list[int] = []
+    path_ids: tuple[int, ...] = ()
+    path: list[int] = []
+    for answer in answers:
+        forwarded = _forwarded(answer)
+        shared = _common(path_ids, forwarded)
+        if own := len(forwarded) - shared:
+            shared_lengths.append(shared)
+            own_lengths.append(own)
+            path_ids, path = forwarded, [*path[:shared], *range(len(ids), len(ids) + own)]
+            ids += forwarded[shared:]
+        before = [start + len(prompt_ids) - 1, *path]
+        predictors += [before[t] for t, sampled in enumerate(answer.sampled_T) if sampled]
+    return GroupSpan(start, len(prompt_ids), tuple(own_lengths), tuple(shared_lengths))
 
 
 def _rows(answers: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:

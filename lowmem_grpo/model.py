@@ -204,15 +204,17 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the sampled tokens at `temperature`, with gradient, and their detached entropies.
 
-        Both are (B, T), zero off `micro.mask_BT`. The head runs in chunks of `head_chunk_tokens`; the logits of the
-        micro-batch never exist at once.
+        Both are (B, T), zero off `micro.mask_BT`. The head runs in chunks of `head_chunk_tokens`, once for each
+        different predictor; the logits of the micro-batch never exist at once.
         """
+        rows_U, index_M = micro.predictors_M.unique(return_inverse=True)
         layout = self.packed_layout(micro.spans)
         hidden_N_H = self.hidden_states(micro.input_ids_N[None], micro.position_ids_N[None], layout)[0]
         logprobs_M, entropy_M = chunked_logprobs(
-            hidden_N_H[micro.predictors_M],
+            hidden_N_H[rows_U],
             self._head.weight,
             micro.targets_M,
+            index_M=index_M,
             temperature=temperature,
             chunk_tokens=head_chunk_tokens,
             bias_V=self._head.bias,

@@ -6,7 +6,8 @@
     problems.jsonl       each problem once                 events.jsonl       findings, checkpoints, skipped steps
     train.log            what the process printed          control/           a file `stop`, `checkpoint` or `eval`
     checkpoints/         see `lowmem_grpo.checkpoint`      evaluations/       cached answers and scores, JSON
-    adapter/             the best adapter so far           report.json        start against tuned
+    adapter/             the best adapter so far           report.json        start against tuned, and report.png
+    gate.json            what the gate said before step 1
 
 One process writes (it holds `RunDir.lock`), any number read. A line that was being written when the process died
 has no newline at its end: readers leave it out and the next writer cuts it off.

@@ -153,45 +153,92 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """Where a group, or a part of its answers, lies in a packed sequence: the prompt once, its answers behind it.
+    """Where a group, or a part of its answers, lies in a packed sequence: the prompt once, sequences behind it.
 
-    `start` is the index of the prompt's first token. An answer's positions go on from the prompt's last.
+    `start` is the index of the prompt's first token. A sequence sees the whole prompt, goes on after the first
+    `shared_lengths[i]` tokens of the path of the sequence before it (none of the first one), and adds
+    `answer_lengths[i]` tokens of its own; what it shares and its own tokens are its path. Positions go on from the last
+    token before. Without `shared_lengths` nothing is shared, and each sequence is a whole answer.
 
     >>> span = GroupSpan(0, 3, (2, 4))
     >>> span.tokens
     9
     >>> span.position_ids()
     [0, 1, 2, 3, 4, 3, 4, 5, 6]
+
+    A prompt of 3 with [a, b, c], then [a, b, d], then [a, e]; the prefix of each is the prompt and what it shares:
+
+    >>> forks = GroupSpan(0, 3, (3, 1, 1), (0, 2, 1))
+    >>> forks.position_ids()
+    [0, 1, 2, 3, 4, 5, 5, 4]
+    >>> [[*map(list, prefix)] for prefix in forks.prefixes()]
+    [[[0, 1, 2]], [[0, 1, 2], [3, 4]], [[0, 1, 2], [3]]]
     """
 
     start: int
     prompt_length: int
     answer_lengths: tuple[int, ...]
+    shared_lengths: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt and of all answers."""
+        """Tokens of the prompt and of all sequences, each once."""
         return self.prompt_length + sum(self.answer_lengths)
+
+    def sequences(self) -> list[tuple[int, int]]:
+        """(shared tokens, own tokens) of each sequence. Raises ValueError when the two do not match in number."""
+        shared_lengths = self.shared_lengths or (0,) * len(self.answer_lengths)
+        return list(zip(shared_lengths, self.answer_lengths, strict=True))
 
     def position_ids(self) -> list[int]:
         """The position of each token in its own conversation."""
-        answers = [self.prompt_length + t for length in self.answer_lengths for t in range(length)]
-        return [*range(self.prompt_length), *answers]
+        begins = [(self.prompt_length + shared, own) for shared, own in self.sequences()]
+        return [*range(self.prompt_length), *(begin + t for begin, own in begins for t in range(own))]
+
+    def prefixes(self) -> list[tuple[range, ...]]:
+        """Of each sequence, where the tokens lie that all of it sees: the prompt, then those it shares, in order.
+
+        Raises ValueError when a sequence shares more tokens than the path before it has.
+        """
+        prompt = range(self.start, self.start + self.prompt_length)
+        prefixes: list[tuple[range, ...]] = []
+        path: tuple[range, ...] = ()
+        end = prompt.stop
+        for shared, own in self.sequences():
+            borrowed = _first_tokens(path, shared)
+            prefixes.append((prompt, *borrowed))
+            path = (*borrowed, range(end, end + own))
+            end += own
+        return prefixes
+
+
+def _first_tokens(path: tuple[range, ...], count: int) -> tuple[range, ...]:
+    """The first `count` tokens of a path."""
+    kept: list[range] = []
+    for part in path:
+        if count > 0:
+            kept.append(part[:count])
+            count -= len(kept[-1])
+    if count:
+        raise ValueError(f"a sequence shares {count} tokens more than the path before it has")
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
     """Whole groups, or parts of them, for one forward and backward, with everything the loss needs about them.
 
-    `input_ids_N` and `position_ids_N` are one packed sequence made of `spans`: no padding, each prompt once. The loss
-    sees one row per answer, right-padded to the longest: `mask_BT` marks the tokens that the policy sampled, and in
-    row-major order of that mask `predictors_M` are the indices in N of the tokens whose hidden states predict them
-    (the first token of an answer is predicted by the last of its prompt) and `targets_M` their ids. `weights_BT` are
-    the fixed shares of each token in the loss of the whole update (0 off the mask), so the sum over all micro-batches
-    is the same for any split.
+    `input_ids_N` and `position_ids_N` are one packed sequence made of `spans`: no padding, each prompt once, what
+    answers to it begin with in common once, and no token that nothing is predicted from. The loss sees one row per
+    answer, right-padded to the longest: `mask_BT` marks the tokens that the policy sampled, and in row-major order of
+    that mask `predictors_M` are the indices in N of the tokens whose hidden states predict them (the first token of an
+    answer is predicted by the last of its prompt; answers that begin alike repeat a predictor) and `targets_M` their
+    ids. `weights_BT` are the fixed shares of each token in the loss of the whole update (0 off the mask), so the sum
+    over all micro-batches is the same for any split.
 
-    A prompt [5, 6] with the answers [7, 2] and [2]: input_ids [5, 6, 7, 2, 2], position_ids [0, 1, 2, 3, 2], mask
-    [[1, 1], [1, 0]], predictors [1, 2, 1], targets [7, 2, 2].
+    A prompt [5, 6] with the answers [7, 8, 2], [7, 2] and [2]: of the first [7, 8] is forwarded, of the second [7] is
+    there already, of the third nothing. input_ids [5, 6, 7, 8], position_ids [0, 1, 2, 3], spans (GroupSpan(0, 2, (2,),
+    (0,)),), mask [[1, 1, 1], [1, 1, 0], [1, 0, 0]], predictors [1, 2, 3, 1, 2, 1], targets [7, 8, 2, 7, 2, 2].
     """
 
     input_ids_N: torch.Tensor

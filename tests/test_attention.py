@@ -26,19 +26,24 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 3
 SCALE = 0.6
 
 
-def spans_of(*groups: tuple[int, tuple[int, ...]]) -> list[GroupSpan]:
-    """Spans behind one another, each given as the length of its prompt and those of its answers."""
+Sequences = tuple[int | tuple[int, int], ...]
+"""Sequences behind a prompt: tokens of their own, or (shared with the path before, own)."""
+
+
+def spans_of(*groups: tuple[int, Sequences]) -> list[GroupSpan]:
+    """Spans behind one another, each given as the length of its prompt and its sequences."""
     spans: list[GroupSpan] = []
-    for prompt, answers in groups:
-        spans.append(GroupSpan(sum(span.tokens for span in spans), prompt, answers))
+    for prompt, sequences in groups:
+        pairs = [(0, sequence) if isinstance(sequence, int) else sequence for sequence in sequences]
+        shared, own = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+        spans.append(GroupSpan(sum(span.tokens for span in spans), prompt, own, shared if any(shared) else ()))
     return spans
 
 
 def tiles_of(span: GroupSpan) -> list[tuple[tuple[int, int], tuple[int, ...], bool]]:
     """(first token and end, lengths, whether the prompt is among them) of each tile."""
     tiles = list(attention._tiles(span))
-    assert all(tile.prompt == slice(span.start, span.start + span.prompt_length) for tile in tiles)
-    return [((tile.tokens.start, tile.tokens.stop), tile.lengths, tile.has_prompt) for tile in tiles]
+    return [((tile.tokens.start, tile.tokens.stop), tile.lengths, not tile.prefix) for tile in tiles]
 
 
 def mask_of(span: GroupSpan, tile: int, window: int | None = None) -> list[str]:
@@ -136,6 +141,103 @@ def test_a_window_of_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask_of(GroupSpan(4, 3, (1, 2)), 1, window=2) == ["..xx..", "..x.x.", "....xx"]
 
 
+# Shared beginnings. A prompt of 2 (tokens 0 1), then [2 3 4], [2 3 | 5], [2 | 6 7], [2 6 7 | 8], [| 9].
+FORKS = spans_of((2, (3, (2, 1), (1, 2), (3, 1), 1)))[0]
+
+
+def test_positions_and_prefixes_of_forks_by_hand() -> None:
+    assert FORKS.tokens == 10
+    assert FORKS.position_ids() == [0, 1, 2, 3, 4, 4, 3, 4, 5, 2]
+    assert [[i for part in prefix for i in part] for prefix in FORKS.prefixes()] == [
+        [0, 1],
+        [0, 1, 2, 3],
+        [0, 1, 2],
+        [0, 1, 2, 6, 7],
+        [0, 1],
+    ]
+
+
+def test_nothing_shared_is_the_same_as_no_shared_lengths() -> None:
+    plain, zeros = GroupSpan(4, 3, (2, 1)), GroupSpan(4, 3, (2, 1), (0, 0))
+    assert plain.position_ids() == zeros.position_ids() == [0, 1, 2, 3, 4, 3]
+    assert plain.prefixes() == zeros.prefixes() == [(range(4, 7),), (range(4, 7),)]
+
+
+@pytest.mark.parametrize("span", [GroupSpan(0, 3, (2, 1), (0, 3)), GroupSpan(0, 3, (2,), (1,))])
+def test_more_is_shared_than_there_is(span: GroupSpan) -> None:
+    with pytest.raises(ValueError, match="1 tokens more than the path before it has"):
+        span.prefixes()
+
+
+def test_shared_lengths_have_one_number_for_each_sequence() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        GroupSpan(0, 3, (2, 1), (0,)).position_ids()
+
+
+def test_the_mask_of_forks_in_one_tile_by_hand() -> None:
+    assert mask_of(FORKS, 0) == [
+        "x.........",
+        "xx........",
+        "xxx.......",
+        "xxxx......",
+        "xxxxx.....",
+        "xxxx.x....",  # position 4 behind 2 3
+        "xxx...x...",  # positions 3 and 4 behind 2
+        "xxx...xx..",
+        "xxx...xxx.",  # behind all of that path
+        "xx.......x",
+    ]
+
+
+def test_a_window_on_forks_counts_along_the_path() -> None:
+    assert mask_of(FORKS, 0, window=3)[5:] == [
+        "..xx.x....",
+        ".xx...x...",
+        "..x...xx..",
+        "......xxx.",
+        "xx.......x",
+    ]
+
+
+def test_the_masks_of_forks_over_a_tile_border_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_TOKENS", 5)
+    assert tiles_of(FORKS) == [((0, 5), (2, 3), True), ((5, 10), (1, 2, 1, 1), False)]
+    # Keys of the second tile: 0 1 and 2 3, then 5 to 9. Its second sequence sees one token less of the prefix.
+    assert mask_of(FORKS, 1) == [
+        "xxxxx....",
+        "xxx..x...",
+        "xxx..xx..",
+        "xxx..xxx.",
+        "xx......x",
+    ]
+    assert mask_of(FORKS, 1, window=2) == [
+        "...xx....",
+        "..x..x...",
+        ".....xx..",
+        "......xx.",
+        ".x......x",
+    ]
+
+
+def test_a_prefix_that_comes_back_after_a_shorter_one_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt 0, then [1 2 3], a tile border, [1 | 4], [1 4 | 5]: the last sees 4 at position 2, not 2."""
+    monkeypatch.setattr(attention, "TILE_TOKENS", 4)
+    [span] = spans_of((1, (3, (1, 1), (2, 1))))
+    assert tiles_of(span) == [((0, 4), (1, 3), True), ((4, 6), (1, 1), False)]
+    assert mask_of(span, 1) == ["xxx.", "xxxx"]
+    [other] = spans_of((1, (3, (2, 1), (1, 2), (3, 1))))
+    assert mask_of(other, 1) == ["xxxx...", "xx..x..", "xx..xx.", "xx..xxx"]
+
+
+def test_a_long_sequence_alone_needs_no_mask_whatever_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_TOKENS", 1)
+    monkeypatch.setattr(attention, "_tile_mask", None)  # making one would fail
+    span = FORKS
+    states = random_states(span.tokens)
+    output = PackedLayout([span], CPU).attend(0, *states, HeadMath(SCALE))
+    assert_same([output.detach()], [naive_packed([span], states, HeadMath(SCALE)).detach()])
+
+
 # Packed groups against every sequence alone.
 
 
@@ -160,16 +262,17 @@ def naive_attention(
 
 
 def naive_packed(spans: Sequence[GroupSpan], states: Sequence[Tensor], math_of: HeadMath) -> Tensor:
-    """(1, N, heads, D): the prompt alone, and each answer behind a prompt of its own."""
+    """(1, N, heads, D): the prompt alone, and each sequence behind a prompt and a path of its own."""
     parts = []
     for span in spans:
         prompt = list(range(span.start, span.start + span.prompt_length))
         parts.append(naive_attention(*(s[0][:, prompt] for s in states), math_of, len(prompt)))
-        start = span.start + span.prompt_length
-        for length in span.answer_lengths:
-            alone = [*prompt, *range(start, start + length)]
-            parts.append(naive_attention(*(s[0][:, alone] for s in states), math_of, length))
-            start += length
+        end, path = prompt[-1] + 1, []
+        for shared, own in zip(span.shared_lengths or [0] * len(span.answer_lengths), span.answer_lengths, strict=True):
+            path = [*path[:shared], *range(end, end + own)]
+            alone = [*prompt, *path]
+            parts.append(naive_attention(*(s[0][:, alone] for s in states), math_of, own))
+            end += own
     return torch.cat(parts)[None]
 
 
@@ -192,20 +295,29 @@ def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], atol: floa
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
-SPANS = st.lists(
-    st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), max_size=3).map(tuple)), min_size=1, max_size=3
-)
+@st.composite
+def drawn_sequences(draw: st.DrawFn) -> Sequences:
+    """Up to four sequences, each sharing anything from nothing to all of the path before it."""
+    sequences: list[tuple[int, int]] = []
+    path = 0
+    for own in draw(st.lists(st.integers(1, 6), max_size=4)):
+        sequences.append((draw(st.integers(0, path)), own))
+        path = sum(sequences[-1])
+    return tuple(sequences)
+
+
+SPANS = st.lists(st.tuples(st.integers(1, 6), drawn_sequences()), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3, 100])
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=SPANS, tile_tokens=st.sampled_from([1, 4, 9, 300]), kv_heads=st.sampled_from([1, 2, 4]))
 def test_packed_groups_equal_every_sequence_alone(
     monkeypatch: pytest.MonkeyPatch,
     softcap: float | None,
     window: int | None,
-    groups: list[tuple[int, tuple[int, ...]]],
+    groups: list[tuple[int, Sequences]],
     tile_tokens: int,
     kv_heads: int,
 ) -> None:
@@ -217,7 +329,13 @@ def test_packed_groups_equal_every_sequence_alone(
     assert_same(value_and_gradients(output, states), expected)
 
 
-LONG = [(2, (5, 1)), (7, (3, 12, 4, 2)), (1, (1,)), (4, ())]
+LONG: list[tuple[int, Sequences]] = [
+    (2, (5, 1)),
+    (7, (3, 12, 4, 2)),
+    (1, (1,)),
+    (4, ()),
+    (3, (8, (5, 2), (7, 9), (1, 3), 2)),
+]
 
 
 @pytest.mark.parametrize("math_of", [HeadMath(SCALE), HeadMath(SCALE, 3), HeadMath(SCALE, None, 2.0)])
@@ -240,7 +358,7 @@ def shape_of(mask: object) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("tile_tokens", [1, 6, 20])
-def test_no_mask_is_larger_than_a_tile_and_its_prompt(
+def test_no_mask_is_larger_than_a_tile_and_its_prefix(
     monkeypatch: pytest.MonkeyPatch, tile_tokens: int, window: int | None
 ) -> None:
     monkeypatch.setattr(attention, "TILE_TOKENS", tile_tokens)
@@ -260,8 +378,8 @@ def test_no_mask_is_larger_than_a_tile_and_its_prompt(
     for shape, tile in zip(given_masks, tiles, strict=True):
         size = sum(tile.lengths)
         assert size <= tile_tokens or len(tile.lengths) == 1
-        assert shape in ((), (size, size if tile.has_prompt else tile.prompt_length + size))
-        if tile.lengths == (tile.prompt_length,) and tile.has_prompt and window is None:
+        assert shape in ((), (size, tile.begins[0] + size))
+        if not tile.prefix and len(tile.lengths) == 1 and window is None:
             assert shape == (), "a prompt alone needs no mask"
 
 
@@ -339,6 +457,15 @@ def test_what_flash_attention_is_given_means_the_same(window: int | None, softca
     states = random_states(sum(span.tokens for span in spans))
     flash, plain = (PackedLayout(spans, CPU, flash=way).attend(0, *states, math_of) for way in (True, False))
     assert_same(value_and_gradients(flash, states), value_and_gradients(plain, states))
+
+
+def test_the_keys_of_flash_attention_by_hand() -> None:
+    index_K, starts_q, starts_k, longest_q, longest_k = PackedLayout([FORKS], CPU, flash=True)._varlen
+    keys = [[0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [0, 1, 2, 6, 7], [0, 1, 2, 6, 7, 8], [0, 1, 9]]
+    assert index_K.tolist() == [i for of_sequence in keys for i in of_sequence]
+    assert starts_q.tolist() == [0, 2, 5, 6, 8, 9, 10]
+    assert starts_k.tolist() == [0, 2, 7, 12, 17, 23, 26]
+    assert (longest_q, longest_k) == (3, 6)
 
 
 @pytest.mark.usefixtures("flash_attn")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,15 +44,15 @@ def packed(groups: list[ScoredGroup], budget: int, **changes: torch.Tensor) -> l
     )
 
 
-def tokens_of(micro: PackedMicroBatch) -> dict[tuple[int, int], list[int]]:
-    """(group, answer) -> its tokens, read back from the packed sequence by its spans."""
-    found, rows = {}, iter(micro.rows)
-    for span in micro.spans:
-        start = span.start + span.prompt_length
-        for length in span.answer_lengths:
-            found[next(rows)] = micro.input_ids_N[start : start + length].tolist()
-            start += length
-    return found
+def targets_of(micro: PackedMicroBatch) -> dict[tuple[int, int], list[int]]:
+    """(group, answer) -> its sampled tokens."""
+    lengths_B = micro.mask_BT.sum(1).tolist()
+    return {row: ids.tolist() for row, ids in zip(micro.rows, micro.targets_M.split(lengths_B), strict=True)}
+
+
+def nodes_of(answers: Iterable[Sequence[int]]) -> int:
+    """Nodes of the tree of all answers without their last tokens: the different beginnings of at least one token."""
+    return len({tuple(answer[:length]) for answer in answers for length in range(1, len(answer))})
 
 
 def test_rewards_and_lengths() -> None:
@@ -64,59 +66,134 @@ def test_rewards_and_lengths() -> None:
 
 def test_a_micro_batch_by_hand() -> None:
     [micro] = packed([FIRST], budget=1000)
-    assert micro.rows == ((0, 0), (0, 2), (0, 1))  # the longest first; the answer without a reward is left out
-    assert micro.spans == (GroupSpan(0, 2, (3, 2, 1)),)
-    assert micro.input_ids_N.tolist() == [5, 6, 7, 8, 2, 10, 2, 9]
-    assert micro.position_ids_N.tolist() == [0, 1, 2, 3, 4, 2, 3, 2]
-    assert micro.predictors_M.tolist() == [1, 2, 3, 1, 5, 1]  # token 1 ends the prompt and predicts all first tokens
-    assert micro.targets_M.tolist() == [7, 8, 2, 10, 2, 9]
-    assert micro.mask_BT.tolist() == [[True, True, True], [True, True, False], [True, False, False]]
-    assert micro.advantages_BT.tolist() == [[0, 0, 0], [2, 2, 0], [1, 0, 0]]
+    # By falling tokens but the last, 10 before 7 8 before nothing; the answer without a reward is left out.
+    assert micro.rows == ((0, 2), (0, 0), (0, 1))
+    assert micro.spans == (GroupSpan(0, 2, (1, 2), (0, 0)),)
+    assert micro.input_ids_N.tolist() == [5, 6, 10, 7, 8]
+    assert micro.position_ids_N.tolist() == [0, 1, 2, 2, 3]
+    assert micro.predictors_M.tolist() == [1, 2, 1, 3, 4, 1]  # token 1 ends the prompt and predicts all first tokens
+    assert micro.targets_M.tolist() == [10, 2, 7, 8, 2, 9]
+    assert micro.mask_BT.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    assert micro.advantages_BT.tolist() == [[2, 2, 0], [0, 0, 0], [1, 0, 0]]
     third = pytest.approx(1 / 3)
-    assert [row.tolist() for row in micro.weights_BT] == [[third, third, third], [third, third, 0], [third, 0, 0]]
-    assert micro.sampler_logprobs_BT.tolist() == [[-0.1, -0.2, -0.3], [-0.5, -0.6, 0], [-0.4, 0, 0]]
+    assert [row.tolist() for row in micro.weights_BT] == [[third, third, 0], [third, third, third], [third, 0, 0]]
+    assert micro.sampler_logprobs_BT.tolist() == [[-0.5, -0.6, 0], [-0.1, -0.2, -0.3], [-0.4, 0, 0]]
+
+
+def test_the_example_of_the_packed_micro_batch() -> None:
+    [micro] = packed([group_of((5, 6), [(7, 8, 2), (7, 2), (2,)], (0.0, 1.0, 2.0))], budget=1000)
+    assert micro.input_ids_N.tolist() == [5, 6, 7, 8]
+    assert micro.position_ids_N.tolist() == [0, 1, 2, 3]
+    assert micro.spans == (GroupSpan(0, 2, (2,), (0,)),)
+    assert micro.mask_BT.int().tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
+    assert micro.predictors_M.tolist() == [1, 2, 3, 1, 2, 1]
+    assert micro.targets_M.tolist() == [7, 8, 2, 7, 2, 2]
 
 
 def test_two_groups_lie_behind_one_another() -> None:
     [micro] = packed(GROUPS, budget=1000)
-    assert micro.spans == (GroupSpan(0, 1, (5, 2, 2, 1)), GroupSpan(11, 2, (3, 2, 1)))  # the larger group first
-    assert micro.input_ids_N.tolist() == [11, 12, 13, 14, 15, 2, 16, 2, 17, 2, 2, 5, 6, 7, 8, 2, 10, 2, 9]
-    assert micro.position_ids_N.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 1, 2, 1, 0, 1, 2, 3, 4, 2, 3, 2]
-    assert micro.rows == ((1, 0), (1, 2), (1, 3), (1, 1), (0, 0), (0, 2), (0, 1))
-    assert micro.predictors_M.tolist() == [0, 1, 2, 3, 4, 0, 6, 0, 8, 0, 12, 13, 14, 12, 16, 12]
+    # The larger group first: 1 + 6 and 2 + 3 tokens.
+    assert micro.spans == (GroupSpan(0, 1, (1, 1, 4), (0, 0, 0)), GroupSpan(7, 2, (1, 2), (0, 0)))
+    assert micro.input_ids_N.tolist() == [11, 17, 16, 12, 13, 14, 15, 5, 6, 10, 7, 8]
+    assert micro.position_ids_N.tolist() == [0, 1, 1, 1, 2, 3, 4, 0, 1, 2, 2, 3]
+    assert micro.rows == ((1, 3), (1, 2), (1, 0), (1, 1), (0, 2), (0, 0), (0, 1))
+    assert micro.predictors_M.tolist() == [0, 1, 0, 2, 0, 3, 4, 5, 6, 0, 8, 9, 8, 10, 11, 8]
+
+
+FORKS = group_of(
+    (5, 6),
+    [(30, 31, 32, 2), (30, 31, 2), (30, 31, 33, 34, 2), (30, 40, 2), (50, 2), (30, 31, 32, 2), (2,), (30, 40, 41)],
+    [float(g) for g in range(8)],
+)
+
+
+def test_forks_by_hand() -> None:
+    """From the highest tokens down: 50, then 30 40, then 30 [31 33 34], then 30 31 [32]."""
+    [micro] = packed([FORKS], budget=1000)
+    assert micro.rows == ((0, 4), (0, 3), (0, 7), (0, 2), (0, 0), (0, 5), (0, 1), (0, 6))
+    assert micro.input_ids_N.tolist() == [5, 6, 50, 30, 40, 31, 33, 34, 32]
+    assert micro.position_ids_N.tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 4]
+    assert micro.spans == (GroupSpan(0, 2, (1, 2, 3, 1), (0, 0, 1, 2)),)
+    assert [ids.tolist() for ids in micro.predictors_M.split(micro.mask_BT.sum(1).tolist())] == [
+        [1, 2],
+        [1, 3, 4],
+        [1, 3, 4],
+        [1, 3, 5, 6, 7],
+        [1, 3, 5, 8],
+        [1, 3, 5, 8],
+        [1, 3, 5],
+        [1],
+    ]
+    assert targets_of(micro) == {(0, g): list(r.completion_ids) for g, r in enumerate(FORKS.group.rollouts)}
+
+
+def test_a_split_keeps_together_what_begins_alike() -> None:
+    cut = packed([FORKS], budget=6)
+    # 30 31 33 34 fills the first, and 30 31 adds nothing to it; to 30 31 32 adds 30 40 one token; 50 is left.
+    assert [micro.input_ids_N.tolist() for micro in cut] == [
+        [5, 6, 30, 31, 33, 34],
+        [5, 6, 30, 40, 31, 32],
+        [5, 6, 50],
+    ]
+    assert [[g for _, g in micro.rows] for micro in cut] == [[2, 1, 6], [3, 7, 0, 5], [4]]
+
+
+def test_an_answer_above_the_budget_takes_along_what_adds_nothing() -> None:
+    group = group_of((5, 6), [(7, 8, 9, 2), (7, 8, 9, 3), (7, 2), (4,), (7, 8, 10, 2)], [0.0, 1.0, 2.0, 3.0, 4.0])
+    cut = packed([group], budget=3)
+    assert [micro.input_ids_N.tolist() for micro in cut] == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10]]
+    assert [[g for _, g in micro.rows] for micro in cut] == [[0, 1, 2, 3], [4]]
+
+
+def test_answers_of_one_token_forward_the_prompt_alone() -> None:
+    [micro] = packed([group_of((5, 6), [(7,), (8,), (7,)], (0.0, 1.0, 2.0))], budget=1000)
+    assert micro.input_ids_N.tolist() == [5, 6]
+    assert micro.spans == (GroupSpan(0, 2, (), ()),)
+    assert micro.predictors_M.tolist() == [1, 1, 1]
+    assert micro.targets_M.tolist() == [7, 8, 7]
 
 
 def test_tokens_the_policy_did_not_sample_are_forwarded_and_not_scored() -> None:
-    # As a tool's output in the middle of an answer will be: it is read, but the policy did not write it.
-    group = group_of((5, 6), [(7, 8, 9, 2), (2,)], (1.0, 0.0))
+    # As a tool's output in the middle of an answer will be: it is read, but the policy did not write it. What comes
+    # behind the last token that the policy wrote is read by nobody.
+    group = group_of((5, 6), [(7, 8, 9, 2), (2,), (7, 8, 3, 4)], (1.0, 0.0, 0.5))
     tool = Rollout((7, 8, 9, 2), (True, False, False, True), (-0.1, 0.0, 0.0, -0.4), "end", "")
-    group = ScoredGroup(
-        type(group.group)(group.group.problem, (tool, group.group.rollouts[1])), {}, (1.0, 0.0), (None, None)
-    )
+    ended_by_tool = Rollout((7, 8, 3, 4), (True, True, False, False), (-0.1, -0.2, 0.0, 0.0), "end", "")
+    rollouts = (tool, group.group.rollouts[1], ended_by_tool)
+    group = replace(group, group=replace(group.group, rollouts=rollouts))
     [micro] = packed([group], budget=1000)
-    assert micro.input_ids_N.tolist() == [5, 6, 7, 8, 9, 2, 2]
-    assert micro.predictors_M.tolist() == [1, 4, 1]
-    assert micro.targets_M.tolist() == [7, 2, 2]
-    assert micro.mask_BT.tolist() == [[True, False, False, True], [True, False, False, False]]
+    assert micro.rows == ((0, 0), (0, 2), (0, 1))
+    assert micro.input_ids_N.tolist() == [5, 6, 7, 8, 9]
+    assert micro.predictors_M.tolist() == [1, 4, 1, 2, 1]
+    assert micro.targets_M.tolist() == [7, 2, 7, 8, 2]
+    assert micro.mask_BT.int().tolist() == [[1, 0, 0, 1], [1, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_an_answer_of_which_nothing_was_sampled_has_a_row_and_no_token() -> None:
+    group = group_of((5, 6), [(7, 2), (8, 9)], (1.0, 0.0))
+    forced = Rollout((8, 9), (False, False), (0.0, 0.0), "end", "")
+    [micro] = packed([replace(group, group=replace(group.group, rollouts=(group.group.rollouts[0], forced)))], 1000)
+    assert micro.input_ids_N.tolist() == [5, 6, 7]
+    assert micro.mask_BT.int().tolist() == [[1, 1], [0, 0]]
 
 
 def test_padding_is_told_from_an_end_token_of_the_same_id() -> None:
     [micro] = pack([group_of((40,), [(5, 6, 2), (5, 6, 7, 8, 9)], (1.0, 0.0))], micro_batch_tokens=100)
-    assert micro.input_ids_N.tolist() == [40, 5, 6, 7, 8, 9, 5, 6, 2]
+    assert micro.input_ids_N.tolist() == [40, 5, 6, 7, 8]
     assert micro.mask_BT.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
     ("budget", "cut"),
     [
-        (1000, [[(1, 5, 2, 2, 1), (2, 3, 2, 1)]]),
-        (19, [[(1, 5, 2, 2, 1), (2, 3, 2, 1)]]),
-        (18, [[(1, 5, 2, 2, 1)], [(2, 3, 2, 1)]]),
-        (10, [[(1, 5, 2, 2)], [(2, 3, 2, 1), (1, 1)]]),  # 10 tokens, and 8 + 2
-        (8, [[(1, 5, 2)], [(2, 3, 2, 1)], [(1, 2, 1)]]),
-        (6, [[(1, 5)], [(2, 3, 1)], [(1, 2, 2, 1)], [(2, 2)]]),
-        # A prompt with one answer above the budget goes alone.
-        (1, [[(1, 5)], [(2, 3)], [(2, 2)], [(1, 2)], [(1, 2)], [(2, 1)], [(1, 1)]]),
+        (1000, [[(1, 1, 1, 4), (2, 1, 2)]]),
+        (12, [[(1, 1, 1, 4), (2, 1, 2)]]),
+        (11, [[(1, 1, 1, 4)], [(2, 1, 2)]]),
+        (6, [[(1, 1, 4)], [(2, 1, 2)], [(1, 1)]]),
+        (5, [[(1, 4)], [(2, 1, 2)], [(1, 1, 1)]]),
+        (4, [[(1, 4)], [(2, 2)], [(2, 1)], [(1, 1, 1)]]),
+        # A prompt with one answer above the budget goes alone; an answer of one token adds nothing to it.
+        (1, [[(1, 4)], [(2, 2)], [(2, 1)], [(1, 1)], [(1, 1)]]),
     ],
 )
 def test_the_cut_by_hand(budget: int, cut: list[list[tuple[int, ...]]]) -> None:
@@ -158,30 +235,64 @@ def test_token_weights_of_answers_of_2_and_8_tokens(aggregation: str, short: flo
     assert rows[0, 1][rows[0, 1] > 0].tolist() == pytest.approx([long] * 8)
 
 
-@given(
-    lengths=st.lists(
-        st.tuples(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=3, max_size=3)), min_size=1, max_size=5
+TREES = st.lists(
+    st.tuples(
+        st.integers(1, 6),
+        # Few different tokens, so that answers begin alike in every way.
+        st.lists(st.lists(st.sampled_from([30, 31, 32]), min_size=1, max_size=9), min_size=3, max_size=3),
     ),
-    budget=st.integers(1, 60),
+    min_size=1,
+    max_size=5,
 )
-def test_no_answer_is_lost_doubled_or_over_the_budget(lengths: list[tuple[int, list[int]]], budget: int) -> None:
-    groups = [
-        group_of(range(20, 20 + prompt), [[10 * p + g] * n for g, n in enumerate(answers)], [0.0, 1.0, 2.0])
-        for p, (prompt, answers) in enumerate(lengths)
-    ]
+
+
+@given(trees=TREES, budget=st.integers(1, 60))
+def test_no_answer_is_lost_doubled_or_over_the_budget(trees: list[tuple[int, list[list[int]]]], budget: int) -> None:
+    groups = [group_of(range(40, 40 + prompt), answers, [0.0, 1.0, 2.0]) for prompt, answers in trees]
     micro_batches = pack(groups, micro_batch_tokens=budget)
-    found = [item for micro in micro_batches for item in tokens_of(micro).items()]
-    expected = {
-        (p, g): list(rollout.completion_ids)
-        for p, group in enumerate(groups)
-        for g, rollout in enumerate(group.group.rollouts)
-    }
+    found = [item for micro in micro_batches for item in targets_of(micro).items()]
+    expected = {(p, g): answer for p, (_, answers) in enumerate(trees) for g, answer in enumerate(answers)}
     assert len(found) == len(expected) and dict(found) == expected
     sizes = [len(micro.input_ids_N) for micro in micro_batches]
     assert sizes == sorted(sizes, reverse=True), "the largest comes first: what does not fit shows at once"
     for micro in micro_batches:
-        assert len(micro.input_ids_N) == sum(span.tokens for span in micro.spans)
-        assert len(micro.input_ids_N) <= budget or len(micro.rows) == 1
-        # A prompt is in a micro-batch once, however many of its answers are.
-        assert len(micro.spans) == len({p for p, _ in micro.rows})
+        answers = [expected[row] for row in micro.rows]
+        of_groups = {p: [a for (q, _), a in zip(micro.rows, answers, strict=True) if p == q] for p, _ in micro.rows}
+        # Each prompt once, and each node of the tree of its answers once.
+        tokens = sum(trees[p][0] + nodes_of(its) for p, its in of_groups.items())
+        assert len(micro.input_ids_N) == sum(span.tokens for span in micro.spans) == tokens
+        assert len(micro.spans) == len(of_groups)
+        # Above the budget goes one answer alone, with what adds nothing to it.
+        assert tokens <= budget or (len(of_groups) == 1 and nodes_of(answers) == max(map(len, answers)) - 1)
     assert sum(micro.weights_BT.sum().item() for micro in micro_batches) == pytest.approx(1.0)
+
+
+@given(trees=TREES, budget=st.integers(1, 60))
+def test_each_token_is_predicted_behind_just_what_stands_before_it(
+    trees: list[tuple[int, list[list[int]]]], budget: int
+) -> None:
+    groups = [group_of(range(40, 40 + prompt), answers, [0.0, 1.0, 2.0]) for prompt, answers in trees]
+    for micro in pack(groups, micro_batch_tokens=budget):
+        before: dict[int, list[int]] = {}
+        for span, (p, _) in zip(micro.spans, dict.fromkeys((p, None) for p, _ in micro.rows), strict=True):
+            before[span.start + span.prompt_length - 1] = list(groups[p].group.problem.prompt_ids)
+            end = span.start + span.prompt_length
+            for prefix, own in zip(span.prefixes(), span.answer_lengths, strict=True):
+                path = [i for part in (*prefix, range(end, end + own)) for i in part]
+                assert micro.position_ids_N[path].tolist() == list(range(len(path)))
+                before |= {i: micro.input_ids_N[path[: n + 1]].tolist() for n, i in enumerate(path) if i >= end}
+                end += own
+        expected = [
+            [*groups[p].group.problem.prompt_ids, *groups[p].group.rollouts[g].completion_ids[:t]]
+            for p, g in micro.rows
+            for t in range(len(groups[p].group.rollouts[g].completion_ids))
+        ]
+        assert [before[i] for i in micro.predictors_M.tolist()] == expected
+
+
+def test_an_order_of_answers_changes_the_order_of_rows_alone() -> None:
+    flipped = replace(FORKS.group, rollouts=FORKS.group.rollouts[::-1])
+    [one], [other] = packed([FORKS], 1000), packed([replace(FORKS, group=flipped)], 1000)
+    assert torch.equal(one.input_ids_N, other.input_ids_N)
+    assert torch.equal(one.predictors_M, other.predictors_M)
+    assert one.spans == other.spans

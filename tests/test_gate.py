@@ -31,7 +31,6 @@ from lowmem_grpo.gate import (
     forecast_dead,
     judge,
 )
-from lowmem_grpo.intervals import wilson_interval
 from lowmem_grpo.rewards import RewardSpec, Rubric
 from lowmem_grpo.types import Finding, Group, Problem, Rollout, ScoredGroup
 
@@ -161,23 +160,32 @@ def test_which_value_is_right_does_not_matter() -> None:
         assert first.interval == pytest.approx(second.interval, abs=1e-9)
 
 
-def test_graded_rewards_by_hand() -> None:
-    rewards_P_G = torch.tensor([[1.2, 1.2, 1.2, 0.2], [0.0, 0.2, 0.2, 0.0], [1.2, 1.2, 1.2, 1.2]])
-    # pairs: C(3,2) / 6, (1 + 1) / 6, 1; triples: 1 / 4, 0, 1; all four: 0, 0, 1
-    assert forecast_dead(rewards_P_G, 2).share == pytest.approx((0.5 + 1 / 3 + 1) / 3)
-    assert forecast_dead(rewards_P_G, 3).share == pytest.approx((0.25 + 1) / 3)
-    whole = forecast_dead(rewards_P_G, 4)
-    assert whole.share == pytest.approx(1 / 3) and whole.method == "resampling"
-    assert whole.interval == wilson_interval(1, 3)
+def test_rare_values_are_resampled_by_hand() -> None:
+    """Twelve prompts with values of their own, so none is common."""
+    own = [[p + 0.1, p + 0.1, p + 0.1, p + 0.2] for p in range(6)] + [[p + 0.1] * 4 for p in range(6, 12)]
+    rewards_P_G = torch.tensor(own, dtype=torch.float64)
+    # pairs: C(3,2) / 6 and 1; triples: 1 / 4 and 1; all four: 0 and 1; larger groups as all four
+    for size, share in ((2, 0.75), (3, 0.625), (4, 0.5), (8, 0.5)):
+        forecast = forecast_dead(rewards_P_G, size)
+        assert forecast.share == pytest.approx(share) and forecast.method == "resampling"
     noisy_P_G = rewards_P_G * (1 + 1e-8 * torch.arange(4, dtype=torch.float64))
-    assert forecast_dead(noisy_P_G, 3).share == pytest.approx((0.25 + 1) / 3)
-    larger = forecast_dead(rewards_P_G, 8)
-    assert larger.method == "beta-binomial" and larger.share < 1 / 3
+    assert forecast_dead(noisy_P_G, 3).share == pytest.approx(0.625)
+
+
+def test_common_values_are_modelled_and_rare_ones_added() -> None:
+    """A third value that is never dead changes nothing of two that are; what is added to them adds up."""
+    rng = np.random.default_rng(5)
+    low_P_G = sampled(rng.beta(1, 3, 40), 8, rng)
+    graded = forecast_dead(torch.cat([low_P_G, torch.tensor([[0.5, 0.7] + [0.0] * 6])]), 8)
+    assert graded.method == "beta-binomial" and graded.share == pytest.approx(forecast_dead(low_P_G, 8).share, abs=0.03)
+    distinct_P_G = torch.arange(320, dtype=torch.float64).reshape(40, 8) + 2
+    half = forecast_dead(torch.cat([torch.zeros(40, 8), distinct_P_G]), 8)
+    assert half.share == pytest.approx(0.5, abs=0.03) and half.interval[0] < 0.5 < half.interval[1]
 
 
 def test_graded_rewards_with_gaps() -> None:
     rewards_P_G = torch.tensor([[1.0, 1.0, NAN, 0.0], [0.5, NAN, NAN, NAN], [NAN] * 4])
-    assert forecast_dead(rewards_P_G, 2).share == pytest.approx(1 / 3)
+    assert forecast_dead(rewards_P_G, 2).method == "beta-binomial"
     with pytest.raises(ValueError, match="two rewards or more"):
         forecast_dead(torch.tensor([[1.0, NAN], [0.5, NAN], [0.1, NAN]]), 2)
     with pytest.raises(ValueError, match="at least one reward"):
@@ -344,7 +352,8 @@ def test_dead_groups_at_both_ends() -> None:
 def cut_sample(count: int, *, text: str = "and so on", ids: Sequence[int] = (5, 6, 8)) -> GateSample:
     """16 groups of 4 with `count` truncated answers each."""
     rollouts = [answer(f"{text} {g}", ids=ids if g < count else (5, END), cut=g < count) for g in range(4)]
-    return sample_of(*HEALTHY, rollouts=rollouts)
+    even = [(1.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0)] * 8  # cut or not, the answers score the same
+    return sample_of(*even, rollouts=rollouts)
 
 
 def test_truncated() -> None:
@@ -353,6 +362,18 @@ def test_truncated() -> None:
     assert report.findings[0].evidence == "50 % of the answers were cut at 64 tokens"
     assert overrides(report.findings[0]) == ["rollout.max_new_tokens=128"]
     assert kinds(judged(cut_sample(1))) == []
+
+
+def test_cut_answers_are_no_worry_where_the_rewards_teach_to_end() -> None:
+    def judged_with(rewards: Sequence[float], groups: int = 8) -> GateReport:
+        rollouts = [answer("a b"), answer("c", cut=True), answer("d", cut=True), answer("e", cut=True)]
+        return judged(sample_of(*[rewards] * groups, rollouts=rollouts))
+
+    taught = judged_with([1.0, 0.2, 0.0, 0.1])
+    assert (taught.verdict, [finding.severity for finding in taught.findings]) == ("go", ["info"])
+    assert taught.findings[0].evidence.endswith("; those that ended score 0.900 more than the cut ones of their group")
+    for sample in (judged_with([0.0, 1.0, 0.0, 0.0]), judged_with([1.0, 0.2, 0.0, 0.1], groups=7)):
+        assert (sample.verdict, the("truncated", sample).severity) == ("caution", "warning")
 
 
 def test_thinking_is_named_where_it_is_on() -> None:

@@ -176,7 +176,7 @@ def test_a_step_in_sgd_goes_down_the_gradient() -> None:
 
 def test_progress_counts_micro_batches() -> None:
     seen: list[tuple[int, int]] = []
-    micro_batches = pack(random_groups(), micro_batch_tokens=12)
+    micro_batches = pack(random_groups(), micro_batch_tokens=10)
     updater_of(tiny_policy(), updates_per_rollout=2).update(micro_batches, 0, lambda *counts: seen.append(counts))
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
 

@@ -17,7 +17,7 @@ from lowmem_grpo.batching import rewards_tensor
 from lowmem_grpo.files import json_bytes
 from lowmem_grpo.gate.crossed import gold_of
 from lowmem_grpo.gate.forecast import DeadForecast, distinct_counts, forecasts_dead, tolerance
-from lowmem_grpo.intervals import paired_bootstrap_difference
+from lowmem_grpo.intervals import bootstrap_interval, paired_bootstrap_difference
 from lowmem_grpo.metrics import rollout_metrics
 from lowmem_grpo.rewards import text_of
 from lowmem_grpo.types import Finding, Fix, Rollout, ScoredGroup
@@ -38,6 +38,9 @@ MISSING = 0.05
 
 ONE_ANSWER = 1.5
 """Different answers in a group, on average, up to which its answers count as one and the same."""
+
+ENDING_PAIRS = 8
+"""Whether rewards favour answers that end is judged on at least so many groups with both kinds."""
 
 CROSSED_PAIRS = 8
 """A comparison with other problems' golds needs at least so many problems whose gold differs."""
@@ -240,6 +243,19 @@ class _Facts:
         return self.metrics["completion/truncated"] - len(self.missed_ends) / len(self.sample.rollouts)
 
     @property
+    def gains_of_ending(self) -> list[float]:
+        """How much more the answers that ended score than the cut ones, by group, where a group has both."""
+        gains = []
+        for group in self.sample.groups:
+            ended, cut = list[float](), list[float]()
+            for rollout, total in zip(group.group.rollouts, group.totals, strict=True):
+                if total is not None:
+                    (cut if rollout.truncated else ended).append(total)
+            if ended and cut:
+                gains.append(_mean(ended) - _mean(cut))
+        return gains
+
+    @property
     def is_thinking(self) -> bool:
         """Whether the template's thinking is on: set, or left alone while most answers think unasked."""
         if self.settings.thinking is not None:
@@ -303,6 +319,11 @@ def _truncated(facts: _Facts) -> tuple[float, Finding] | None:
         return None
     limit = facts.settings.max_new_tokens
     evidence = f"{_percent(facts.cut)} of the answers were cut at {limit} tokens"
+    gains = facts.gains_of_ending
+    if len(gains) >= ENDING_PAIRS and bootstrap_interval(gains)[0] > 0:
+        evidence += f"; those that ended score {_mean(gains):.3f} more than the cut ones of their group"
+        cause = "most answers do not come to an end yet, and the rewards teach them to"
+        return facts.cut, Finding("truncated", "info", cause, evidence, _room_fixes(facts))
     return facts.cut, Finding(
         "truncated", "warning", "most answers do not come to an end", evidence, _room_fixes(facts)
     )

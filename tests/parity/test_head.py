@@ -298,6 +298,123 @@ def test_under_activation_checkpointing() -> None:
     torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=1e-10)
 
 
+# Several targets of one hidden state.
+
+
+def several_targets(rows: int, v: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(targets, index) of 1 to 6 targets a row, some of them equal, in mixed order; every row is named."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(1, 7, (rows,), generator=generator)
+    index_M = torch.arange(rows).repeat_interleave(counts)
+    index_M = index_M[torch.randperm(len(index_M), generator=generator)]
+    targets_M = torch.randint(v, (len(index_M),), generator=generator)
+    targets_M[index_M == 3] = targets_M[index_M == 3][0]  # all of one row alike
+    return targets_M, index_M
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+@pytest.mark.parametrize("words", [2, 7, 211])  # of 2 and 7 words nearly all are targets
+def test_several_targets_of_a_hidden_state_equal_the_twin(
+    dtype: torch.dtype, atol: float, temperature: float, softcap: float | None, chunk_tokens: int, words: int
+) -> None:
+    hidden, weight, bias, _, _ = random_head(dtype, v=words)
+    targets_M, index_M = several_targets(len(hidden), words)
+    grad_M = torch.randn(len(targets_M), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    leaves, options = (hidden, weight, bias), {"temperature": temperature, "softcap": softcap}
+    naive = naive_logprobs(hidden[index_M], weight, targets_M, bias_V=bias, **options)
+    expected = torch.autograd.grad(naive[0], leaves, grad_M)
+    options |= {"chunk_tokens": chunk_tokens, "index_M": index_M}
+    trained = chunked_logprobs(hidden, weight, targets_M, bias_V=bias, **options)
+    frozen = chunked_logprobs(hidden, weight.detach(), targets_M, bias_V=bias.detach(), **options)
+    for chunked, wanted in ((trained, leaves), (frozen, leaves[:1])):
+        torch.testing.assert_close(chunked, naive, rtol=1e-6, atol=atol)
+        grads = torch.autograd.grad(chunked[0], wanted, grad_M)
+        torch.testing.assert_close(grads, expected[: len(wanted)], rtol=1e-5, atol=10 * atol)
+        assert (chunked[0].dtype, chunked[1].requires_grad) == (dtype, False)
+    with torch.no_grad():
+        without = chunked_logprobs(hidden, weight.detach(), targets_M, bias_V=bias.detach(), **options)
+    torch.testing.assert_close(without, tuple(frozen), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
+def test_several_targets_in_sixteen_bits_stay_close(dtype: torch.dtype, atol: float) -> None:
+    hidden, weight, _, _, _ = random_head(dtype)
+    targets_M, index_M = several_targets(len(hidden), len(weight))
+    grad_M = torch.randn(len(targets_M), generator=torch.Generator().manual_seed(1))
+    logprobs_M, _ = chunked_logprobs(hidden, weight.detach(), targets_M, index_M=index_M, chunk_tokens=8)
+    (grad,) = torch.autograd.grad(logprobs_M, hidden, grad_M)
+    exact_leaf = hidden.detach().double().requires_grad_()
+    exact_M, _ = naive_logprobs(exact_leaf[index_M], weight.detach().double(), targets_M)
+    (exact,) = torch.autograd.grad(exact_M, exact_leaf, grad_M.double())
+    assert grad.dtype == dtype
+    assert (grad.double() - exact).abs().max() < atol * exact.abs().max()
+
+
+def test_two_targets_by_hand() -> None:
+    """Logits [log 2, log 1, log 1], targets 0 and 1 with gradients 3 and 1: p = 1/2, 1/4, 1/4.
+
+    d/dlogits = 3 ([1 0 0] - p) + 1 ([0 1 0] - p) = [1, 0, -1]; the head's rows are the logits, so the sum is log 2.
+    """
+    hidden_N_H = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    weight_V_H = torch.tensor([[2.0], [1.0], [1.0]], dtype=torch.float64).log()
+    logprobs_M, entropy_M = chunked_logprobs(hidden_N_H, weight_V_H, torch.tensor([1, 0]), index_M=torch.tensor([0, 0]))
+    assert logprobs_M.exp().tolist() == pytest.approx([1 / 4, 1 / 2])
+    assert entropy_M.tolist() == pytest.approx([1.5 * math.log(2)] * 2)
+    logprobs_M.backward(torch.tensor([1.0, 3.0], dtype=torch.float64))
+    assert hidden_N_H.grad.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_confident_token_keeps_its_gradient_beside_another_target(dtype: torch.dtype) -> None:
+    """Logits [40, 0, 1] with targets 0 and 2: 1 - p_0 = e^-40 (1 + e), which no difference of 1 and p_0 can hold."""
+    weight_V_H = torch.tensor([[40.0], [0.0], [1.0]], dtype=dtype)
+    options = {"index_M": torch.tensor([0, 0])}
+    hidden_N_H = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    logprobs_M, _ = chunked_logprobs(hidden_N_H, weight_V_H, torch.tensor([0, 2]), **options)
+    rest = math.exp(-40) * (1 + math.e)
+    assert logprobs_M.tolist() == pytest.approx([-rest, -39.0], rel=1e-5)
+    # Only the confident one has a gradient: e^-40 ((40 - 0) + e (40 - 1)), times 1e15 for what fp16 can hold.
+    (logprobs_M[0] * 1e15).backward()
+    assert hidden_N_H.grad.item() == pytest.approx(1e15 * math.exp(-40) * (40 + 39 * math.e), rel=1e-2)
+
+
+def test_several_targets_cost_no_second_row_of_logits() -> None:
+    rows, words, wide = 64, 2000, 16
+    hidden_N_H, weight_V_H = torch.zeros(rows, wide, requires_grad=True), torch.zeros(words, wide)
+    index_M = torch.arange(rows).repeat(4)
+    targets_M = torch.arange(4 * rows)
+    with LiveBytes() as forward, Products() as products:
+        logprobs_M, _ = chunked_logprobs(hidden_N_H, weight_V_H, targets_M, index_M=index_M, chunk_tokens=32)
+    small = 64 * 4 * rows + 16 * rows * wide
+    assert products.count == 2 * rows // 32
+    assert 0 <= forward.peak_bytes - 8 * 32 * words < small
+    with LiveBytes() as backward:
+        logprobs_M.sum().backward()
+    assert backward.peak_bytes < small + 2 * 4 * 32 * wide
+
+
+def test_each_hidden_state_once_and_in_order_is_the_call_without_an_index() -> None:
+    hidden, weight, _, targets_N, grad_N = random_head(torch.float32)
+    plain = chunked_logprobs(hidden, weight.detach(), targets_N, chunk_tokens=8)
+    indexed = chunked_logprobs(hidden, weight.detach(), targets_N, index_M=torch.arange(len(hidden)), chunk_tokens=8)
+    assert torch.equal(plain[0], indexed[0]) and torch.equal(plain[1], indexed[1])
+    grads = [torch.autograd.grad(logprobs_N, hidden, grad_N)[0] for logprobs_N, _ in (plain, indexed)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_hidden_state_and_no_target(trained: bool) -> None:
+    hidden, weight, _, _, _ = random_head(torch.float32)
+    nothing = torch.zeros(0, dtype=torch.long)
+    logprobs_M, entropy_M = chunked_logprobs(hidden[:0], weight.requires_grad_(trained), nothing, index_M=nothing)
+    assert logprobs_M.shape == entropy_M.shape == (0,)
+    logprobs_M.sum().backward()
+    assert hidden.grad.abs().max() == 0
+
+
 def test_no_tokens() -> None:
     hidden, weight, _, _, _ = random_head(torch.float32)
     logprobs_N, entropy_N = chunked_logprobs(hidden[:0], weight, torch.zeros(0, dtype=torch.long))

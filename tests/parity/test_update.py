@@ -118,7 +118,7 @@ def test_gradients_of_every_lora_weight_equal_the_twin(family: str, dtype: torch
     loss, expected = naive_gradients(policy, groups)
     assert len(expected) == 2 * adapted_layers(family)
     updater = updater_of(policy)
-    assert_gradients_close(gradients_of(updater, pack(groups, micro_batch_tokens=12)), expected, TOLERANCE[dtype])
+    assert_gradients_close(gradients_of(updater, pack(groups, micro_batch_tokens=10)), expected, TOLERANCE[dtype])
     metrics = updater.update(pack(groups), 0)
     assert metrics["optim/loss"] == pytest.approx(loss, abs=1e-6)
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
@@ -136,7 +136,7 @@ def test_gradients_with_an_untied_head_equal_the_twin(family: str) -> None:
 def test_aggregations_equal_the_twin(llama64: Policy, aggregation: str) -> None:
     groups = random_groups()
     loss, expected = naive_gradients(llama64, groups, aggregation=aggregation)
-    micro_batches = pack(groups, aggregation=aggregation, micro_batch_tokens=12, max_new_tokens=MAX_NEW_TOKENS)
+    micro_batches = pack(groups, aggregation=aggregation, micro_batch_tokens=10, max_new_tokens=MAX_NEW_TOKENS)
     updater = updater_of(llama64)
     assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
     assert updater.update(micro_batches, 0)["optim/loss"] == pytest.approx(loss, abs=1e-12)
@@ -187,7 +187,119 @@ def test_no_cut_no_tile_no_chunk_and_no_order_changes_the_gradient(
     ]
 
 
-# How often a prompt is forwarded. Prompts of 3, 1 and 6 tokens, each recognised by its first.
+# Answers that begin alike.
+
+ALIKE = [
+    (30, 31, 32, 2),
+    (30, 31, 33, 34, 2),
+    (30, 31, 32, 2),  # as the first
+    (50, 51, 52, 53, 54, 55, 2),
+    (30, 31),  # the beginning of others
+    (2,),
+    (30, 40, 2),
+    (30, 40, 41, 42, 43),
+    (50, 2),
+]
+"""One or more of each kind: equal answers, one the beginning of another, nothing in common, forks within forks."""
+
+
+def alike_groups() -> list[ScoredGroup]:
+    """`ALIKE` behind a prompt longer than the tiny models' windows, and mostly answers of one token behind another."""
+    rewards = [1.0, 0.0, 0.25, 2.0, -1.0, 0.5, 0.75, 1.5, 0.0]
+    second = [(30, 31, 2), (30, 31, 2), (31, 30, 31), *[(2,), (3,)] * 3]
+    return [group_of((11, 12, 13, 14, 15, 16), ALIKE, rewards), group_of((30, 31), second, rewards)]
+
+
+def naive_entropy(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        logits_T_V = policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    logprobs_T_V = torch.log_softmax(logits_T_V / TEMPERATURE, dim=-1)
+    return -(logprobs_T_V.exp() * logprobs_T_V).sum(-1)
+
+
+@pytest.mark.parametrize("budget", [6, 13, 200])
+@pytest.mark.parametrize("tile_tokens", [1, 9, 256])
+def test_log_probs_and_entropies_of_answers_that_begin_alike(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy, budget: int, tile_tokens: int
+) -> None:
+    monkeypatch.setattr(attention, "TILE_TOKENS", tile_tokens)
+    groups = alike_groups()
+    rows = []
+    for micro in pack(groups, micro_batch_tokens=budget):
+        with torch.no_grad():
+            logprobs_BT, entropy_BT = policy64.logprobs(micro, temperature=TEMPERATURE, head_chunk_tokens=4)
+        for b, (p, g) in enumerate(micro.rows):
+            prompt, completion = groups[p].group.problem.prompt_ids, groups[p].group.rollouts[g].completion_ids
+            expected = (
+                naive_logprobs(policy64, prompt, completion, TEMPERATURE),
+                naive_entropy(policy64, prompt, completion),
+            )
+            for found_BT, expected_T in zip((logprobs_BT, entropy_BT), expected, strict=True):
+                torch.testing.assert_close(found_BT[b, : len(completion)], expected_T, rtol=0, atol=1e-11)
+                assert not found_BT[b, len(completion) :].any()
+        rows += micro.rows
+    assert sorted(rows) == [(p, g) for p, group in enumerate(groups) for g in range(len(group.totals))]
+
+
+@functools.cache
+def alike_twin(family: str, kl_coef: float) -> tuple[float, dict[str, Tensor]]:
+    return naive_gradients(tiny_policy(family, torch.float64), alike_groups(), kl_coef=kl_coef)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_gradients_of_answers_that_begin_alike_equal_the_twin(
+    monkeypatch: pytest.MonkeyPatch, family: str, checkpointing: bool, kl_coef: float
+) -> None:
+    loss, expected = alike_twin(family, kl_coef)
+    policy = tiny_policy(family, torch.float64, checkpointing=checkpointing)
+    updater = updater_of(policy, kl_coef=kl_coef)
+    for budget, tile_tokens in ((200, 256), (13, 5)):
+        monkeypatch.setattr(attention, "TILE_TOKENS", tile_tokens)
+        micro_batches = pack(alike_groups(), micro_batch_tokens=budget)
+        assert len(micro_batches) == (1 if budget == 200 else 4)
+        assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
+        assert updater.update(micro_batches, 0)["optim/loss"] == pytest.approx(loss, abs=1e-11)
+
+
+def test_answers_that_begin_alike_give_the_same_bits_again() -> None:
+    policy, micro_batches = tiny_policy("gemma2"), pack(alike_groups(), micro_batch_tokens=30)
+    first, second = (gradients_of(updater_of(policy), micro_batches) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def forked_groups(seed: int) -> list[ScoredGroup]:
+    """One or two groups of four answers of three different tokens, so that they fork in every way."""
+    draw = random.Random(seed)
+    ids = lambda shortest, longest: [draw.choice((30, 31, 32)) for _ in range(draw.randint(shortest, longest))]  # noqa: E731
+    return [group_of(ids(1, 6), [ids(1, 9) for _ in range(4)], (1.0, 0.0, 0.25, 3.0)) for _ in range(1 + seed % 2)]
+
+
+@functools.cache
+def forked_twin(family: str, seed: int) -> tuple[Policy, dict[str, Tensor]]:
+    policy = tiny_policy(family, torch.float64)
+    return policy, naive_gradients(policy, forked_groups(seed))[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 7),
+    budget=st.integers(1, 50),
+    tile_tokens=st.one_of(st.integers(1, 15), st.just(256)),
+    chunk=st.integers(1, 20),
+)
+def test_no_fork_changes_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, family: str, seed: int, budget: int, tile_tokens: int, chunk: int
+) -> None:
+    monkeypatch.setattr(attention, "TILE_TOKENS", tile_tokens)
+    policy, expected = forked_twin(family, seed)
+    micro_batches = pack(forked_groups(seed), micro_batch_tokens=budget)
+    assert_gradients_close(gradients_of(updater_of(policy, head_chunk_tokens=chunk), micro_batches), expected, 1e-10)
+
+
+# How often a token is forwarded. Prompts of 3, 1 and 6 tokens, each recognised by its first.
 
 PROMPTS = ((201, 202, 203), (211,), (221, 222, 223, 224, 225, 226))
 LENGTHS = ((4, 2, 6), (3, 3, 2), (5, 1, 3))
@@ -206,17 +318,19 @@ def forwarded_ids(policy: Policy, micro_batches: Sequence[PackedMicroBatch], **c
 @pytest.mark.parametrize(
     ("budget", "sizes", "times"),
     [
-        (64, [39], (1, 1, 1)),  # 3 + 12, 1 + 8 and 6 + 9 tokens
-        (15, [15, 15, 9], (1, 1, 1)),  # each group fits: each prompt once
-        (12, [12, 11, 9, 9, 7], (2, 1, 2)),  # 6 + 5 + 1, 3 + 6 + 2, 6 + 3, 1 + 8, 3 + 4
-        (1, [11, 9, 9, 7, 7, 5, 4, 4, 3], (3, 3, 3)),
+        # All tokens of an answer but its last: 3 + 3 + 1 + 5, 1 + 2 + 2 + 1 and 6 + 4 + 0 + 2 tokens.
+        (64, [30], (1, 1, 1)),
+        (12, [12, 12, 6], (1, 1, 1)),  # each group fits: each prompt once
+        (9, [10, 9, 8, 6, 6], (2, 1, 2)),  # 6 + 4 + 0, 3 + 5 + 1, 6 + 2, 3 + 3, 1 + 5
+        (1, [10, 8, 8, 6, 4, 3, 3, 2], (3, 3, 2)),
     ],
 )
 def test_a_prompt_is_forwarded_once_in_each_micro_batch_that_holds_its_answers(
     budget: int, sizes: list[int], times: tuple[int, ...]
 ) -> None:
+    # Answer g begins with the token 20 + 10 g.
     groups = [
-        group_of(prompt, [range(20, 20 + n) for n in lengths], (0.0, 1.0, 2.0))
+        group_of(prompt, [range(20 + 10 * g, 20 + 10 * g + n) for g, n in enumerate(lengths)], (0.0, 1.0, 2.0))
         for prompt, lengths in zip(PROMPTS, LENGTHS, strict=True)
     ]
     micro_batches = pack(groups, micro_batch_tokens=budget)
@@ -228,17 +342,33 @@ def test_a_prompt_is_forwarded_once_in_each_micro_batch_that_holds_its_answers(
             counts = [ids.count(token) for ids in forwards]
             assert max(counts) == 1, "twice within one micro-batch"
             assert sum(counts) == expected
-    # Every answer is there once: its first token is 20.
-    assert sum(ids.count(20) for ids in forwards) == 9
+    # Every answer is there once, but for the one of a single token, which nothing is predicted from.
+    assert [sum(ids.count(first) for ids in forwards) for first in (20, 30, 40)] == [3, 2, 3]
     # The reference forwards the same once more, not the prompts alone or twice.
     both = forwarded_ids(policy, micro_batches, kl_coef=0.1)
     assert both == [ids for ids in forwards for _ in range(2)]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_forwarded_are_the_nodes_of_the_tree_of_all_answers(seed: int) -> None:
+    groups = forked_groups(seed)
+    forwards = forwarded_ids(tiny_policy(), pack(groups, micro_batch_tokens=1000))
+    beginnings = {
+        (p, rollout.completion_ids[:length])
+        for p, group in enumerate(groups)
+        for rollout in group.group.rollouts
+        for length in range(1, len(rollout.completion_ids))
+    }
+    prompts = sum(len(group.group.problem.prompt_ids) for group in groups)
+    assert sum(map(len, forwards)) == prompts + len(beginnings)
+    whole = sum(len(rollout.completion_ids) - 1 for group in groups for rollout in group.group.rollouts)
+    assert len(beginnings) < whole, "something must be shared"
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_checkpointing_recomputes_each_layer_and_changes_nothing(llama64: Policy, checkpointing: bool) -> None:
     policy = tiny_policy("llama", torch.float64, checkpointing=checkpointing)
-    micro_batches = pack(random_groups(), micro_batch_tokens=12)
+    micro_batches = pack(random_groups(), micro_batch_tokens=10)
     assert len(micro_batches) == 3
     forwards = [0, 0]
 
@@ -278,7 +408,7 @@ def test_kl_to_the_reference_equals_the_twin(policy64: Policy) -> None:
     groups = random_groups()
     loss, expected = naive_gradients(policy64, groups, kl_coef=0.3)
     plain, _ = naive_gradients(policy64, groups)
-    micro_batches = pack(groups, skip_dead=False, micro_batch_tokens=12)
+    micro_batches = pack(groups, skip_dead=False, micro_batch_tokens=10)
     updater = updater_of(policy64, kl_coef=0.3)
     assert_gradients_close(gradients_of(updater, micro_batches), expected, 1e-10)
     metrics = updater.update(micro_batches, 0)
@@ -305,7 +435,7 @@ def test_a_second_use_compares_with_the_log_probs_of_the_first(loss: str, clip: 
         loss_options={"clip_low": clip[0], "clip_high": clip[1]},
         updates_per_rollout=2,
     )
-    metrics = updater.update(pack(groups, micro_batch_tokens=12), 0)
+    metrics = updater.update(pack(groups, micro_batch_tokens=10), 0)
     optimizer = updater.optimizer
     assert isinstance(optimizer, RecordingSGD)
     assert_gradients_close(optimizer.gradients[0], first, 1e-10)
