@@ -102,7 +102,9 @@ def test_the_gate_samples_no_more_than_it_needs(tmp_path: Path) -> None:
     assert (graded.prompts, graded.dead_share) == (ROUND_PROMPTS, 0.0)  # all alive: nothing to wait for
     half = baseline(tiny_run("gate.prompts=40", rewards=["letters"]), functions=REWARDS)
     low, high = next(forecast.interval for forecast in half.forecasts if forecast.group_size == 4)
-    assert high - low > 0.2 and half.prompts == 40 and half.answers == 160  # still unsure when it has asked all it may
+    # It ends a round early only when it is sure enough; here one round was not enough.
+    assert half.prompts > ROUND_PROMPTS and half.answers == 4 * half.prompts
+    assert half.prompts == 40 or high - low <= 0.2
     everything = tiny_run("gate.prompts=1000", rewards=["constant"])  # 55 problems are all there are
     assert baseline(everything, functions=REWARDS).prompts == 55
 

@@ -104,5 +104,5 @@ def test_make_sinks(tmp_path: Path) -> None:
         match=r"^There is no sink 'consol': choose console or jsonl or picture \(did you mean console\?\)\.$",
     ):
         make_sinks(["consol"], run_dir)
-    with pytest.raises(PluginError, match=r"^There is no sink 'zzz': choose console or jsonl\.$"):
+    with pytest.raises(PluginError, match=r"^There is no sink 'zzz': choose console or jsonl or picture\.$"):
         make_sinks(["zzz"], run_dir)
