@@ -5,6 +5,7 @@ The public names are below; nothing heavy is imported before one of them is used
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from lowmem_grpo.config import Config
 
 __all__ = ["Config", "Run", "baseline", "evaluate", "load", "score", "train"]
+
+# On some CPUs it asks, at its import, for a package that speeds up what is decoded only once here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
