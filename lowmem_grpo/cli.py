@@ -38,12 +38,13 @@ from lowmem_grpo.errors import (
 )
 from lowmem_grpo.files import json_bytes
 from lowmem_grpo.rundir import RUNS_ROOT, RunDir, RunSummary, Status, list_runs, resolve_run, run_name
+from lowmem_grpo.sinks import Sink
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table as RichTable
 
-    from lowmem_grpo.types import Event, RunInfo, ScoredGroup, StepReport
+    from lowmem_grpo.types import Event, RunInfo, StepReport
 
 __all__ = ["app", "main"]
 
@@ -499,17 +500,11 @@ def _show_scores(result: Mapping[str, Any], texts: Sequence[str]) -> None:
 # --------------------------------------------------------------------------------------------- printing
 
 
-class _JsonLines:
+class _JsonLines(Sink):
     """A sink that prints each thing as one line of JSON."""
 
     def start(self, info: RunInfo) -> None:
         _print_json({"info": dataclasses.asdict(info)}, indent=None)
-
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
-        pass
-
-    def sample(self, step: int, group: ScoredGroup, advantages_G: Sequence[float]) -> None:
-        pass
 
     def step(self, report: StepReport) -> None:
         _print_json({"step": {"step": report.step, "steps": report.steps, **report.metrics}}, indent=None)
@@ -519,9 +514,6 @@ class _JsonLines:
 
     def report(self, report: Mapping[str, Any]) -> None:
         _print_json({"report": report}, indent=None)
-
-    def close(self) -> None:
-        pass
 
 
 def _print_json(value: Any, *, indent: int | None = 2) -> None:

@@ -9,6 +9,7 @@ from lowmem_grpo.advantages import ESTIMATORS, is_dead_P
 from lowmem_grpo.assembly import Parts, Preflight, sampling_params
 from lowmem_grpo.batching import rewards_tensor
 from lowmem_grpo.gate import GateReport, GateSample, GateSettings, crossed_groups, enough, judge
+from lowmem_grpo.metrics import telling_group
 from lowmem_grpo.model import Policy
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.types import Group, Problem, ScoredGroup
@@ -71,13 +72,10 @@ def _reward_seconds(checked: Preflight) -> float:
 
 
 def _show_sample(checked: Preflight, sinks: Sink, scored: Sequence[ScoredGroup]) -> None:
-    """The first group that would teach something, or the first."""
     rewards_P_G, lengths_P_G = rewards_tensor(scored)
-    live = (~is_dead_P(rewards_P_G)).nonzero().flatten().tolist()
-    index = live[0] if live else 0
     estimate = ESTIMATORS[checked.config.algorithm.advantage]
     advantages_P_G = estimate(rewards_P_G, lengths_P_G, **checked.advantage_options)
-    sinks.sample(0, scored[index], advantages_P_G[index].tolist())
+    sinks.sample(0, *telling_group(scored, advantages_P_G, is_dead_P(rewards_P_G)))
 
 
 def _settings(checked: Preflight) -> GateSettings:

@@ -8,7 +8,7 @@ import torch
 
 from lowmem_grpo.types import ScoredGroup
 
-__all__ = ["rollout_metrics"]
+__all__ = ["rollout_metrics", "telling_group"]
 
 
 def rollout_metrics(
@@ -36,6 +36,15 @@ def rollout_metrics(
     if not dead_P.all():
         metrics["groups/skew"] = _skew(rewards_P_G[~dead_P])
     return metrics | _function_means(groups)
+
+
+def telling_group(
+    groups: Sequence[ScoredGroup], advantages_P_G: torch.Tensor, dead_P: torch.Tensor
+) -> tuple[ScoredGroup, tuple[float, ...]]:
+    """The group to show a reader, with its advantages: the first that teaches something, or the first."""
+    live = (~dead_P).nonzero().flatten().tolist()
+    index = live[0] if live else 0
+    return groups[index], tuple(advantages_P_G[index].tolist())
 
 
 def _within_group_std(rewards_P_G: torch.Tensor) -> float:

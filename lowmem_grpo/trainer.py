@@ -31,7 +31,7 @@ from lowmem_grpo.gatekeeper import ask_gate
 from lowmem_grpo.held_out import HeldOut
 from lowmem_grpo.losses import token_weights
 from lowmem_grpo.memory.peak import PeakProbe
-from lowmem_grpo.metrics import rollout_metrics
+from lowmem_grpo.metrics import rollout_metrics, telling_group
 from lowmem_grpo.optim import build_optimizer, load_optimizer_state, lr_at, optimizer_state
 from lowmem_grpo.rewards import Rubric
 from lowmem_grpo.rundir import RunDir, StatusWriter
@@ -165,7 +165,7 @@ class Trainer:
             "memory/update_peak_bytes": update.peak_bytes,
         }
         self._findings(step, metrics)
-        return StepReport(step, self.parts.steps, metrics, *_sample(scored, advantages_P_G, dead_P))
+        return StepReport(step, self.parts.steps, metrics, *telling_group(scored, advantages_P_G, dead_P))
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -509,7 +509,7 @@ class Trainer:
     def _show_sample(
         self, step: int, scored: Sequence[ScoredGroup], advantages_P_G: torch.Tensor, dead_P: torch.Tensor
     ) -> None:
-        group, advantages_G = _sample(scored, advantages_P_G, dead_P)
+        group, advantages_G = telling_group(scored, advantages_P_G, dead_P)
         self.sinks.sample(step, group, advantages_G)
 
     @contextlib.contextmanager
@@ -535,15 +535,6 @@ class Trainer:
 class _Measured:
     seconds: float = 0.0
     peak_bytes: int = 0
-
-
-def _sample(
-    scored: Sequence[ScoredGroup], advantages_P_G: torch.Tensor, dead_P: torch.Tensor
-) -> tuple[ScoredGroup, tuple[float, ...]]:
-    """The first group that teaches something, or the first."""
-    live = (~dead_P).nonzero().flatten().tolist()
-    index = live[0] if live else 0
-    return scored[index], tuple(advantages_P_G[index].tolist())
 
 
 def _failures(rubric: Rubric) -> float:

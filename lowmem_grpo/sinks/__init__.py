@@ -19,28 +19,38 @@ __all__ = ["SINKS", "Fanout", "Sink", "make_sinks"]
 
 
 class Sink(Protocol):
-    """One place that a run reports to. `start` comes first and once, `close` last and once."""
+    """One place that a run reports to. `start` comes first and once, `close` last and once.
+
+    A sink that names this class as its base need only define what it listens to.
+    """
 
     def start(self, info: RunInfo) -> None:
         """The run begins, or goes on at `info.first_step`."""
+        return None
 
     def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
         """`phase` is "gate" (before the first step), "rollout", "reward", "update" or "evaluate"; total 0: unknown."""
+        return None
 
     def sample(self, step: int, group: ScoredGroup, advantages_G: Sequence[float]) -> None:
         """A scored group, as soon as it exists, before its step is over."""
+        return None
 
     def step(self, report: StepReport) -> None:
         """A step is over."""
+        return None
 
     def event(self, event: Event) -> None:
         """Something happened that is not a metric."""
+        return None
 
     def report(self, report: Mapping[str, Any]) -> None:
         """The final report, the content of report.json."""
+        return None
 
     def close(self) -> None:
         """Nothing more will come."""
+        return None
 
 
 def _jsonl(run_dir: RunDir) -> Sink:

@@ -7,37 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowmem_grpo.rundir import RunDir
-from lowmem_grpo.types import Event, Problem, RunInfo, ScoredGroup, StepReport
+from lowmem_grpo.sinks import Sink
+from lowmem_grpo.types import Event, Problem, ScoredGroup, StepReport
 
 __all__ = ["JsonlSink", "completion_rows", "event_row", "problem_row", "write_groups"]
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Metrics and events to their files. The answers of a step come through `write_groups`, not through a sink."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-
-    def start(self, info: RunInfo) -> None:
-        pass
-
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
-        pass
-
-    def sample(self, step: int, group: ScoredGroup, advantages_G: Sequence[float]) -> None:
-        pass
 
     def step(self, report: StepReport) -> None:
         self._run_dir.append("metrics", {"step": report.step, **report.metrics})
 
     def event(self, event: Event) -> None:
         self._run_dir.append("events", event_row(event))
-
-    def report(self, report: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def event_row(event: Event) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from lowmem_grpo.sinks import Sink
 from lowmem_grpo.sinks.render import clean_text, duration, size, verdict
 
 if TYPE_CHECKING:
     from PIL import ImageDraw, ImageFont
 
     from lowmem_grpo.rundir import RunDir
-    from lowmem_grpo.types import Event, RunInfo, ScoredGroup, StepReport
 
 __all__ = [
     "HEIGHT",
@@ -724,30 +724,12 @@ def _draw_verdict(canvas: _Canvas, report: Mapping[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------- the sink
 
 
-class PictureSink:
+class PictureSink(Sink):
     """Draws `report.png` into the run folder at the end of a run, from the files there."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
 
-    def start(self, info: RunInfo) -> None:
-        pass
-
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
-        pass
-
-    def sample(self, step: int, group: ScoredGroup, advantages_G: Sequence[float]) -> None:
-        pass
-
-    def step(self, report: StepReport) -> None:
-        pass
-
-    def event(self, event: Event) -> None:
-        pass
-
     def report(self, report: Mapping[str, Any]) -> None:
         picture = draw_picture(list(self._run_dir.read("metrics")), report, title=self._run_dir.path.name)
         self._run_dir.replace_file(self._run_dir.picture_path, picture)
-
-    def close(self) -> None:
-        pass
