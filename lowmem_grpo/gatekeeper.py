@@ -11,6 +11,7 @@ from lowmem_grpo.batching import rewards_tensor
 from lowmem_grpo.gate import GateReport, GateSample, GateSettings, crossed_groups, enough, judge
 from lowmem_grpo.metrics import telling_group
 from lowmem_grpo.model import Policy
+from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.types import Group, Problem, ScoredGroup
 
@@ -37,7 +38,7 @@ def ask_gate(checked: Preflight, parts: Parts, sinks: Sink) -> GateReport:
             _show_sample(checked, sinks, scored)
         if enough(rewards_tensor(scored)[0], checked.config.rollout.group_size):
             break
-    settings = _settings(checked)
+    settings = _settings(checked, scored)
     crossed: list[ScoredGroup] = []
     if settings.gold_columns and seconds < CROSSED_LIMIT_S:
         others = crossed_groups([group.group for group in scored], settings.gold_columns)
@@ -78,7 +79,7 @@ def _show_sample(checked: Preflight, sinks: Sink, scored: Sequence[ScoredGroup])
     sinks.sample(0, *telling_group(scored, advantages_P_G, is_dead_P(rewards_P_G)))
 
 
-def _settings(checked: Preflight) -> GateSettings:
+def _settings(checked: Preflight, scored: Sequence[ScoredGroup]) -> GateSettings:
     config = checked.config
     needed = checked.rubric.needed_columns()
     return GateSettings(
@@ -92,8 +93,26 @@ def _settings(checked: Preflight) -> GateSettings:
         system_prompt=config.data.system_prompt,
         best_reward=checked.rubric.best_total,
         gold_columns=frozenset().union(*needed.values()),
+        lenient=_read_leniently(checked, scored),
         asked_forms=checked.rubric.asked_forms(),
     )
+
+
+def _read_leniently(checked: Preflight, scored: Sequence[ScoredGroup]) -> tuple[float, str] | None:
+    """The share of answers that are right read leniently, and the override that reads them so.
+
+    Of the first reward that asks for the answer in a strict form; None where reading leniently finds no more of them.
+    """
+    for index, reward in enumerate(checked.config.rewards):
+        checker = REWARDS[reward.name](**reward.args) if reward.name in REWARDS else None
+        if isinstance(checker, AnswerChecker) and checker.mode == "strict":
+            spec = RewardSpec(reward.name, args={**reward.args, "mode": "lenient"}, timeout_s=reward.timeout_s)
+            with Rubric([spec], base_dir=checked.base_dir) as rubric:
+                lenient = [total for group in rubric.score([g.group for g in scored]) for total in group.totals]
+            strict = [score for group in scored for score in group.scores[checked.rubric.labels[index]]]
+            if lenient.count(1.0) > strict.count(1.0):
+                return lenient.count(1.0) / len(lenient), f"rewards.{index}.args.mode=lenient"
+    return None
 
 
 def _special_tokens(policy: Policy) -> dict[int, str]:

@@ -295,6 +295,13 @@ def test_a_constant_low_reward_stops_and_says_how_to_get_a_signal() -> None:
     assert f"{100 * twice:.0f} % dead instead of {100 * now:.0f} %" in finding.sentence
 
 
+def test_right_answers_in_another_form_are_the_first_advice() -> None:
+    report = judged(sample_of(*[(0.0,) * 8] * 16), lenient=(0.08, "rewards.0.args.mode=lenient"))
+    fix = report.findings[0].fixes[0]
+    assert fix.text.startswith("read leniently, 8 % of the answers are right")
+    assert fix.overrides == ("rewards.0.args.mode=lenient",)
+
+
 def test_a_constant_full_reward_stops_and_asks_for_harder_rows() -> None:
     finding = the("constant reward", judged(sample_of(*[(1.0,) * 4] * 16)))
     assert "nothing left to learn" in finding.cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,22 @@ def test_the_gate_samples_no_more_than_it_needs(tmp_path: Path) -> None:
     assert half.prompts == 40 or high - low <= 0.2
     everything = tiny_run("gate.prompts=1000", rewards=["constant"])  # 55 problems are all there are
     assert baseline(everything, functions=REWARDS).prompts == 55
+
+
+def test_right_answers_that_the_strict_form_hides_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model says it in a sentence; the reward `number` wants the number alone."""
+    rollout = SlotEngine._rollout
+
+    def said(engine: SlotEngine, row: Any) -> Any:
+        return dataclasses.replace(rollout(engine, row), text=f"The answer is {row.answer}.")
+
+    monkeypatch.setattr(SlotEngine, "_rollout", said)
+    report = baseline(tiny_run("gate.prompts=16", "data.args={low: 0, high: 5}", rewards=["number"]))
+    assert report.verdict == "stop"
+    fix = report.findings[0].fixes[0]
+    assert fix.overrides == ("rewards.0.args.mode=lenient",)
+    mended = baseline(tiny_run("gate.prompts=16", "data.args={low: 0, high: 5}", *fix.overrides, rewards=["number"]))
+    assert mended.verdict != "stop"
 
 
 def test_a_run_killed_before_its_first_checkpoint_does_not_ask_twice(tmp_path: Path) -> None:

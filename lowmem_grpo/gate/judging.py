@@ -52,8 +52,9 @@ class GateSettings:
 
     `thinking` is the switch of the chat template, None where it is left alone. `best_reward` is the highest total that
     the rewards can give, None where that is not known (a function of the user). `gold_columns` are the columns with
-    right answers that some reward reads. `asked_forms` maps the label of a reward to the text it looks for literally,
-    as in {"tags": ("<think>", "<answer>")}.
+    right answers that some reward reads. `lenient` is there where a reward's strict form hides right answers: the share
+    of the sampled answers that are right read leniently, and the override that reads them so. `asked_forms` maps
+    the label of a reward to the text it looks for literally, as in {"tags": ("<think>", "<answer>")}.
     """
 
     group_size: int
@@ -66,6 +67,7 @@ class GateSettings:
     system_prompt: str | None = None
     best_reward: float | None = None
     gold_columns: frozenset[str] = frozenset()
+    lenient: tuple[float, str] | None = None
     asked_forms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -456,6 +458,7 @@ def _level_fixes(facts: _Facts) -> tuple[Fix, ...]:
     own = facts.settings.group_size
     helps = own in facts.forecasts and facts.forecasts[own].share - facts.forecasts[4 * own].share >= WORTH_WHILE
     return (
+        *_lenient_fixes(facts),
         *(_room_fixes(facts) if facts.cut >= MANY else ()),
         *(larger if helps else ()),
         Fix("start with easier problems"),
@@ -480,6 +483,15 @@ def _larger_group_fixes(facts: _Facts) -> tuple[Fix, ...]:
         )
         for size in (2 * own, 4 * own)
     )
+
+
+def _lenient_fixes(facts: _Facts) -> tuple[Fix, ...]:
+    """What helps where answers are right and only not in the form that is asked for."""
+    if facts.settings.lenient is None:
+        return ()
+    share, override = facts.settings.lenient
+    text = f"read leniently, {_percent(share)} of the answers are right: score that, and the form with a smaller weight"
+    return (Fix(text, (override,)),)
 
 
 def _variety_fixes(facts: _Facts) -> tuple[Fix, ...]:
