@@ -42,6 +42,9 @@ ONE_ANSWER = 1.5
 ENDING_PAIRS = 8
 """Whether rewards favour answers that end is judged on at least so many groups with both kinds."""
 
+CROSSED_CONFIDENCE = 0.8
+"""So sure is enough that the own gold is the better one: a model that is seldom right is no reason for an alarm."""
+
 CROSSED_PAIRS = 8
 """A comparison with other problems' golds needs at least so many problems whose gold differs."""
 
@@ -409,7 +412,7 @@ def _wrong_answers(facts: _Facts) -> tuple[float, Finding] | None:
             other.append(crossed_mean)
     if len(own) < CROSSED_PAIRS:
         return None
-    difference, (low, high) = paired_bootstrap_difference(other, own)
+    difference, (low, high) = paired_bootstrap_difference(other, own, CROSSED_CONFIDENCE)
     if low > 0:
         return None
     cause = (
@@ -418,7 +421,7 @@ def _wrong_answers(facts: _Facts) -> tuple[float, Finding] | None:
     )
     evidence = (
         f"mean reward {_mean(own):.3f} with the own gold, {_mean(other):.3f} with another's, over {len(own)} "
-        f"problems; difference {difference:.3f}, {low:.3f} to {high:.3f}"
+        f"problems; difference {difference:.3f}, {low:.3f} to {high:.3f} with {_percent(CROSSED_CONFIDENCE)} confidence"
     )
     fixes = (
         Fix("look whether the gold in a few rows is the answer to their prompt (a shuffled column?)"),
