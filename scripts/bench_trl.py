@@ -29,6 +29,7 @@ import gc
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -59,9 +60,9 @@ from lowmem_grpo.model import LoraSpec, ModelSpec, attach_adapter, load_base, lo
 from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rewards import Rubric
 from lowmem_grpo.rundir import RunDir, StatusWriter
-from lowmem_grpo.sinks import Fanout, make_sinks
+from lowmem_grpo.sinks import Fanout, Sink, make_sinks
 from lowmem_grpo.trainer import Trainer
-from lowmem_grpo.types import Group, Problem, Rollout
+from lowmem_grpo.types import Group, Problem, Rollout, StepReport
 
 CPU_NOTE = "Ratios measured on a CPU speak for CPUs only."
 TRL_MISSING = "TRL is not installed: `pip install 'lowmem-grpo[bench]'`"
@@ -393,6 +394,16 @@ def _problems(stream: ProblemStream, config: Config) -> list[Problem]:
     return [problem for problems in steps for problem in problems]
 
 
+class _StepClock(Sink):
+    """Notes when each step was over, files written and all, as TRL's callback does."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def step(self, report: StepReport) -> None:
+        self.ends.append(time.monotonic())
+
+
 def _ours(checked: Preflight, job: Run, folder: Path) -> Run:
     """Our trainer. What is held out stays so, and is not evaluated here."""
     config, parts = checked.config, assemble(checked)
@@ -404,8 +415,10 @@ def _ours(checked: Preflight, job: Run, folder: Path) -> Run:
         environment=environment(checked),
         inputs={name: path.read_bytes() for name, path in reward_files(config).items()},
     )
+    clock = _StepClock()
+    sinks = Fanout({**make_sinks(config.run.sinks, run_dir), "clock": clock}, print)
     with run_dir.lock(), StatusWriter(run_dir, steps=parts.steps) as status:
-        trainer = Trainer(checked, parts, run_dir, Fanout(make_sinks(config.run.sinks, run_dir), print), status)
+        trainer = Trainer(checked, parts, run_dir, sinks, status)
         memory = Memory(parts.policy.device)
         began = time.monotonic()
         trainer.run()
@@ -414,10 +427,11 @@ def _ours(checked: Preflight, job: Run, folder: Path) -> Run:
     tokens = dict.fromkeys((step["step"] for step in steps), 0)
     for row in run_dir.read("completions"):
         tokens[row["step"]] += row["tokens"]
+    seconds = [end - start for start, end in itertools.pairwise([began, *clock.ends])]
     peaks = [step[f"memory/{phase}_peak_bytes"] for step in steps for phase in ("rollout", "update")]
     return {
         **_of_run("ours", checked, job),
-        **timing([s["time/step_s"] for s in steps], list(tokens.values()), [s["reward/mean"] for s in steps]),
+        **timing(seconds, list(tokens.values()), [s["reward/mean"] for s in steps]),
         **memory.measured(*peaks),
         "wall_s": wall_s,
         "problems": _digest(problems),
