@@ -21,7 +21,7 @@ from lowmem_grpo.assembly import (
 from lowmem_grpo.catalog import ModelInfo
 from lowmem_grpo.catalog.disk import gigabytes
 from lowmem_grpo.config import LoadedConfig, dump_config, load_config, resume_overrides
-from lowmem_grpo.errors import GateStopped, RunDirError, UserError
+from lowmem_grpo.errors import ConfigError, GateStopped, RunDirError, UserError
 from lowmem_grpo.files import json_bytes
 from lowmem_grpo.gate import GateReport
 from lowmem_grpo.gatekeeper import ask_gate
@@ -107,6 +107,8 @@ def baseline(loaded: LoadedConfig, *, functions: Functions | None = None) -> Gat
 
     Writes nothing. Raises UserError for a wrong input, RunFailed when a reward fails on everything.
     """
+    if loaded.config.gate.prompts == 0:
+        raise ConfigError("`gate.prompts` is 0, so the gate has nothing to look at: set it to 16 or more")
     with _checked(loaded, functions) as checked:
         print(_model_line(checked.model))
         parts = assemble(checked)

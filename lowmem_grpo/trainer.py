@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ from lowmem_grpo.rundir import RunDir, StatusWriter
 from lowmem_grpo.selfcheck import FirstStepCheck, has_a_gradient
 from lowmem_grpo.sinks import Sink
 from lowmem_grpo.sinks.jsonl import write_groups
-from lowmem_grpo.types import Event, Finding, PackedMicroBatch, ScoredGroup, StepReport
+from lowmem_grpo.types import Event, Finding, PackedMicroBatch, StepReport
 from lowmem_grpo.update import Updater, UpdateSettings
 
 __all__ = ["StopFlag", "Trainer"]
@@ -136,7 +136,8 @@ class Trainer:
         advantages_P_G = ESTIMATORS[self.config.algorithm.advantage](
             rewards_P_G, lengths_P_G, **self.checked.advantage_options
         )
-        self._show_sample(step, scored, advantages_P_G, dead_P)
+        sample = telling_group(scored, advantages_P_G, dead_P)
+        self.sinks.sample(step, *sample)
         with self._measured() as update:
             micro_batches = pack_groups(
                 scored,
@@ -148,9 +149,10 @@ class Trainer:
                 device=self.policy.device,
             )
             updates_per_step = self.config.algorithm.updates_per_rollout
-            with self._first_step_check(step, micro_batches) as heed:
-                update_metrics = self.updater.update(micro_batches, (step - 1) * updates_per_step, self._show_update)
-                heed(update_metrics)
+            check = self._first_step_check(micro_batches)
+            update_metrics = self.updater.update(micro_batches, (step - 1) * updates_per_step, self._show_update)
+            if check is not None:
+                self._heed_check(step, check, update_metrics)
         write_groups(self.run_dir, step, scored, advantages_P_G.tolist())
         metrics = {
             **rollout_metrics(scored, rewards_P_G, lengths_P_G, dead_P),
@@ -165,7 +167,7 @@ class Trainer:
             "memory/update_peak_bytes": update.peak_bytes,
         }
         self._findings(step, metrics)
-        return StepReport(step, self.parts.steps, metrics, *telling_group(scored, advantages_P_G, dead_P))
+        return StepReport(step, self.parts.steps, metrics, *sample)
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -379,37 +381,25 @@ class Trainer:
             }
         }
 
-    @contextlib.contextmanager
-    def _first_step_check(
-        self, step: int, micro_batches: Sequence[PackedMicroBatch]
-    ) -> Iterator[Callable[[Mapping[str, float]], None]]:
-        """Around the first update that teaches something; what it gives takes the metrics of that update.
-
-        Raises SelfCheckFailed when the update shows that the run does not train what it should.
-        """
+    def _first_step_check(self, micro_batches: Sequence[PackedMicroBatch]) -> FirstStepCheck | None:
+        """Before the first update that teaches something: what will tell whether it did. None at all others."""
         if self.progress.self_checked or not self.config.run.self_checks or not has_a_gradient(micro_batches):
-            yield lambda metrics: None
-            return
-        rollout, memory = self.config.rollout, self.config.memory
-        check = FirstStepCheck(
+            return None
+        return FirstStepCheck(
             self.policy,
             micro_batches,
-            temperature=rollout.temperature,
-            head_chunk_tokens=memory.head_chunk_tokens,
+            temperature=self.config.rollout.temperature,
+            head_chunk_tokens=self.config.memory.head_chunk_tokens,
         )
 
-        def heed(metrics: Mapping[str, float]) -> None:
-            findings = check.findings(metrics)
-            for finding in findings:
-                self.sinks.event(finding.to_event(step))
-            if findings:
-                raise SelfCheckFailed(findings[0].sentence)
-            self.progress.self_checked = check.conclusive
-
-        try:
-            yield heed
-        finally:
-            check.close()
+    def _heed_check(self, step: int, check: FirstStepCheck, metrics: Mapping[str, float]) -> None:
+        """Raise SelfCheckFailed when the update showed that the run does not train what it should."""
+        findings = check.findings(metrics)
+        for finding in findings:
+            self.sinks.event(finding.to_event(step))
+        if findings:
+            raise SelfCheckFailed(findings[0].sentence)
+        self.progress.self_checked = check.conclusive
 
     # ------------------------------------------------------------------------------------------ evaluation
 
@@ -505,12 +495,6 @@ class Trainer:
 
     def _show_update(self, done: int, total: int) -> None:
         self.sinks.progress("update", done, total)
-
-    def _show_sample(
-        self, step: int, scored: Sequence[ScoredGroup], advantages_P_G: torch.Tensor, dead_P: torch.Tensor
-    ) -> None:
-        group, advantages_G = telling_group(scored, advantages_P_G, dead_P)
-        self.sinks.sample(step, group, advantages_G)
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[_Measured]:

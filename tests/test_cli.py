@@ -122,6 +122,12 @@ def test_baseline_says_whether_it_can_learn(tmp_path: Path, monkeypatch: pytest.
     assert "Can it learn?" in shown.out and shown.status == 0
 
 
+def test_a_gate_without_prompts_is_refused(tmp_path: Path) -> None:
+    said = call("baseline", write_task(tmp_path), "gate.prompts=0")
+    assert (said.status, said.out) == (2, "")
+    assert said.err == "error: `gate.prompts` is 0, so the gate has nothing to look at: set it to 16 or more\n"
+
+
 def test_the_gate_ends_with_status_5_and_force_goes_on(tmp_path: Path) -> None:
     task = write_task(tmp_path)
     (tmp_path / "mine.py").write_text("def code_points(completions, **columns):\n    return [0.5] * len(completions)\n")
