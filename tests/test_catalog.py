@@ -663,6 +663,34 @@ def test_repository_spelt_nearly_right_names_the_right_one(hub: FakeHub) -> None
         hub.resolve("Qwen/Qwen2.5-0.5B-Instrukt")
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", "smollm2-135m-instruct"])
+def test_shape_of_a_known_model_asks_no_hub(hub: FakeHub, name: str) -> None:
+    hub.error = no_network()
+    assert catalog.shape_of(name).parameters == (134_515_008 if "smollm" in name else 494_032_768)
+    assert hub.calls == []
+
+
+def test_shape_of_another_hub_model_fetches_its_config_alone(hub: FakeHub) -> None:
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+        "max_position_embeddings": 64,
+    }
+    write_model(hub.remote, **sizes)
+    shape = catalog.shape_of("owner/name", revision="main", cache_dir=hub.cache_dir)
+    assert (shape.name, shape.parameters) == ("owner/name", 2 * (4 * 64 + 3 * 128 + 16) + 8 + 2 * 80)
+    assert hub.calls == ["info", "config.json"]
+
+
+def test_shape_of_a_revision_is_asked_of_the_hub(hub: FakeHub) -> None:
+    hub.error = http_error("RevisionNotFoundError", 404)
+    with pytest.raises(ModelError, match=r"Qwen/Qwen2\.5-0\.5B-Instruct has no revision 'v9'"):
+        catalog.shape_of("qwen2.5-0.5b-instruct", revision="v9")
+
+
 def test_name_that_no_hub_takes(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'a b/c/d' is not a model name"):
         catalog.resolve_model("a b/c/d", cache_dir=tmp_path)
@@ -721,12 +749,18 @@ def test_cpu_card_has_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
-def test_cuda_card_knows_its_bandwidth(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_cuda_card_knows_its_figures(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     fake_cuda(monkeypatch, "NVIDIA GeForce RTX 3060", (8, 6), 12)
     card = catalog.detect_card(device)
     assert card.device == ("cuda" if device == "auto" else device)
     assert (card.name, card.capability, card.memory_bytes) == ("NVIDIA GeForce RTX 3060", (8, 6), (12 << 30) - 500)
-    assert card.bandwidth_bytes_per_s == 360e9
+    assert (card.bandwidth_bytes_per_s, card.flops_per_s, card.watts) == (360e9, 25.5e12, 170)
+
+
+def test_cuda_card_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, "NVIDIA GeForce RTX 3060", (8, 6), 8)
+    card = catalog.detect_card()
+    assert (card.memory_bytes, card.bandwidth_bytes_per_s, card.flops_per_s, card.watts) == ((8 << 30) - 500, 0, 0, 0)
 
 
 def test_gpu_that_this_torch_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

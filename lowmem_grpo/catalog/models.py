@@ -12,37 +12,19 @@ from lowmem_grpo.catalog.disk import free_bytes
 from lowmem_grpo.catalog.embedded import SMOLLM2_135M, EmbeddedSource, cache_root, embedded_folder, is_built
 from lowmem_grpo.catalog.folder import check_config, check_folder, read_config
 from lowmem_grpo.catalog.hub import download, hub_cache, look
+from lowmem_grpo.catalog.known import KNOWN, known_model
 from lowmem_grpo.catalog.progress import Progress, no_progress
+from lowmem_grpo.catalog.shapes import ModelShape, model_shape
 from lowmem_grpo.errors import ModelError, nearest
 
-__all__ = ["ALIASES", "EMBEDDED", "ModelInfo", "Origin", "ResolvedModel", "inspect_model", "resolve_model"]
+__all__ = ["ALIASES", "EMBEDDED", "ModelInfo", "Origin", "ResolvedModel", "inspect_model", "resolve_model", "shape_of"]
 
 Origin = Literal["embedded", "local", "hub"]
 
 EMBEDDED: tuple[EmbeddedSource, ...] = (SMOLLM2_135M,)
 """Models that need no hub."""
 
-ALIASES: Mapping[str, str] = {
-    repo.rsplit("/", 1)[-1].lower(): repo
-    for repo in (
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "HuggingFaceTB/SmolLM2-360M-Instruct",
-        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        "Qwen/Qwen2.5-3B-Instruct",
-        "Qwen/Qwen2.5-7B-Instruct",
-        "Qwen/Qwen2.5-14B-Instruct",
-        "Qwen/Qwen3-0.6B",
-        "Qwen/Qwen3-1.7B",
-        "Qwen/Qwen3-4B",
-        "Qwen/Qwen3-8B",
-        "Qwen/Qwen3-14B",
-        "meta-llama/Llama-3.2-1B-Instruct",
-        "meta-llama/Llama-3.2-3B-Instruct",
-        "meta-llama/Llama-3.1-8B-Instruct",
-    )
-}
+ALIASES: Mapping[str, str] = {name: known.repo for name, known in KNOWN.items()}
 """Short name (lower case) -> repository on the hub."""
 
 
@@ -128,6 +110,31 @@ def resolve_model(
     _, quantized = check_config(found.config, f"The repository {found.repo}")
     folder = download(found, cache, progress, check_disk)
     return ResolvedModel(name, folder, found.revision, "hub", quantized, found.config)
+
+
+def shape_of(name: str, *, revision: str | None = None, cache_dir: Path | None = None) -> ModelShape:
+    """The sizes of a model, for a plan; no weight is fetched, and of a known model nothing at all.
+
+    Names and `cache_dir` as in `inspect_model`, but a local folder may hold a config.json alone, and the name may be
+    the path of that file. A revision is asked of the hub, also of a known model.
+
+    Raises:
+        ModelError: unknown or unreadable, an unsupported family or quantisation, or a config without its sizes.
+    """
+    if source := _embedded(name, revision):
+        return model_shape(source.config, name)
+    path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return model_shape(read_config(path, f"The folder {path.parent}"), name)
+    if folder := _local(name):
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"The folder {folder} has no config.json, so it is not a model in the transformers layout."
+            )
+        return model_shape(read_config(folder / "config.json", f"The folder {folder}"), name)
+    if revision is None and (known := known_model(name)):
+        return model_shape(known.config, name)
+    return model_shape(inspect_model(name, revision=revision, cache_dir=cache_dir).config, name)
 
 
 def _embedded(name: str, revision: str | None) -> EmbeddedSource | None:
