@@ -9,7 +9,7 @@ to itself. No mask over all tokens exists: a group is computed in tiles, each so
 keys are the prefix of the first and the tile; what a later one of them goes on from is part of those.
 
     a prompt alone                    causal, no mask
-    one long sequence alone           causal from the bottom right, no mask (materialised only on a CPU)
+    one long sequence alone           causal from the bottom right, no mask (on a CPU there is one)
     short sequences together          a mask of tile x (prefix + tile), shared by all layers
     a window shorter than the group   the same mask with the window by position
 
@@ -32,19 +32,20 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowmem_grpo.types import GroupSpan
+from lowmem_grpo.types import Card, GroupSpan
 
 __all__ = [
     "HeadMath",
+    "Kernels",
     "Layout",
     "PackedLayout",
     "capped",
-    "flash_attention_available",
+    "kernels_of",
     "masked_attention",
     "softmax",
     "use_layouts",
@@ -69,6 +70,24 @@ class HeadMath:
     softcap: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What the attention kernels of a device can do; what they cannot, would make them hold all scores.
+
+    `varlen` says that flash-attn runs a packed sequence in one call. `shared_heads` says that torch's own kernels let
+    several query heads share a key head, `masked_shared_heads` that they do so under a mask too, `lower_right` that
+    they are causal from the bottom right without a mask.
+
+    >>> Kernels().masked_shared_heads
+    True
+    """
+
+    varlen: bool = False
+    shared_heads: bool = True
+    masked_shared_heads: bool = True
+    lower_right: bool = False
+
+
 class Layout(Protocol):
     """Who sees whom in one forward of the model, and where keys and values go."""
 
@@ -84,12 +103,21 @@ def use_layouts(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
-def flash_attention_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether flash-attn is installed and can be used for tensors of this kind."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
-        and importlib.util.find_spec("flash_attn") is not None
+def kernels_of(card: Card, dtype: torch.dtype, attention: str = "auto") -> Kernels:
+    """The kernels for activations of `dtype` on `card`; `attention` as in the config.
+
+    torch's flash kernel shares key heads, needs 16 bits and capability 8, and takes no mask; its other fused kernel
+    takes masks and shares nothing. A CPU shares in any case.
+    """
+    if card.device == "cpu":
+        return Kernels(varlen=attention == "flash_attention_2")
+    half = dtype in (torch.float16, torch.bfloat16)
+    installed = attention == "auto" and half and importlib.util.find_spec("flash_attn") is not None
+    return Kernels(
+        varlen=attention == "flash_attention_2" or installed,
+        shared_heads=half and card.capability >= (8, 0),
+        masked_shared_heads=False,
+        lower_right=True,
     )
 
 
@@ -121,14 +149,22 @@ def attend(
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, math: HeadMath, *, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    math: HeadMath,
+    *,
+    causal: bool = False,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Attention under one mask (bool, or None with `causal` from the top left), (B, heads, T, D) in and out."""
     if math.softcap is not None:
         return _open_attention(query, key, value, mask, math)
+    kernels = kernels or Kernels()
     grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda and mask is not None:
-        # With a mask the fused kernels of a GPU do not share key heads, and the fallback would hold all scores.
+    plain = mask is None or isinstance(mask, CausalBias)
+    if grouped and not (kernels.shared_heads if plain else kernels.masked_shared_heads):
         key, value, grouped = _repeat_heads(key, query), _repeat_heads(value, query), False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=math.scale, enable_gqa=grouped
@@ -185,20 +221,20 @@ class _Tile:
 class PackedLayout:
     """Attention within a packed sequence (1, N) made of `spans`, one behind the other.
 
-    `flash` uses flash-attn's kernel. Masks are made at first use and shared by the layers; they depend on nothing
+    `kernels` are those of the device. Masks are made at first use and shared by the layers; they depend on nothing
     else, so a repeated call gives the same result.
     """
 
-    def __init__(self, spans: Sequence[GroupSpan], device: torch.device, *, flash: bool = False) -> None:
+    def __init__(self, spans: Sequence[GroupSpan], device: torch.device, kernels: Kernels | None = None) -> None:
         self._spans = tuple(spans)
         self._device = device
-        self._flash = flash
+        self._kernels = kernels or Kernels()
         self._tiles = tuple(tile for span in spans for tile in _tiles(span))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, math: HeadMath) -> Tensor:
         """See `Layout.attend`; B is 1 and T the N tokens of the packed sequence."""
-        if self._flash:
+        if self._kernels.varlen:
             return self._flash_varlen(query, key, value, math)
         sizes, pieces_of_tiles = self._pieces
         # Split once, not sliced tile by tile: the backward of every slice is as large as the whole.
@@ -212,11 +248,15 @@ class PackedLayout:
 
     def _attend_tile(self, tile: _Tile, query: Tensor, key: Tensor, value: Tensor, math: HeadMath) -> Tensor:
         windowed = math.window is not None and math.window < tile.farthest
+        kernels = self._kernels
         if len(tile.lengths) == 1 and not windowed and math.softcap is None:
             if not tile.prefix:
-                return masked_attention(query, key, value, None, math, causal=True)
-            return masked_attention(query, key, value, causal_lower_right(query.shape[2], key.shape[2]), math)
-        return masked_attention(query, key, value, self._mask(tile, math.window if windowed else None), math)
+                return masked_attention(query, key, value, None, math, causal=True, kernels=kernels)
+            if kernels.lower_right:
+                mask: Tensor = causal_lower_right(query.shape[2], key.shape[2])
+                return masked_attention(query, key, value, mask, math, kernels=kernels)
+        mask = self._mask(tile, math.window if windowed else None)
+        return masked_attention(query, key, value, mask, math, kernels=kernels)
 
     @functools.cached_property
     def _pieces(self) -> tuple[list[int], list[list[int]]]:

@@ -10,6 +10,7 @@
     ├── StopRequested               3: the run was asked to stop, finished its step and saved
     ├── RunFailed                   4: the run cannot go on
     │   ├── RewardFailed               a reward function that fails on everything
+    │   ├── OutOfMemoryFailed          the memory does not suffice even for one answer at a time
     │   ├── NonFiniteFailed            too many optimizer steps in a row with non-finite gradients
     │   └── SelfCheckFailed            the first live step did not do what a step has to do
     └── GateStopped                 5: the base's answers leave nothing to learn from
@@ -29,6 +30,7 @@ __all__ = [
     "LowmemGrpoError",
     "ModelError",
     "NonFiniteFailed",
+    "OutOfMemoryFailed",
     "PluginError",
     "RewardFailed",
     "RunDirError",
@@ -86,6 +88,10 @@ class RunFailed(LowmemGrpoError):
 
 class RewardFailed(RunFailed):
     """A reward function failed on every answer; the message carries its traceback."""
+
+
+class OutOfMemoryFailed(RunFailed):
+    """The memory does not suffice even for one answer at a time; the message says what to lower."""
 
 
 class NonFiniteFailed(RunFailed):

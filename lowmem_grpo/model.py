@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lowmem_grpo.attention import Layout, PackedLayout, capped, flash_attention_available, use_layouts
+from lowmem_grpo.attention import Layout, PackedLayout, capped, kernels_of, use_layouts
 from lowmem_grpo.catalog.folder import context_length
 from lowmem_grpo.errors import ModelError
 from lowmem_grpo.memory.decoded import hold_decoded_weights, linear_4bit_layers
+from lowmem_grpo.memory.embedding import offload_embedding
 from lowmem_grpo.memory.head import chunked_logprobs
 from lowmem_grpo.memory.lora import LeanLora
+from lowmem_grpo.memory.offload import ActivationOffload
+from lowmem_grpo.memory.tiled import tile_mlps
 from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.types import Card, GroupSpan, PackedMicroBatch
 
@@ -53,7 +56,8 @@ class ModelSpec:
     """Which base, and in which form it is held.
 
     `path` is a local folder. `weights` is "4bit" (decode at every call), "dequantized" (keep the decoded values) or
-    "auto" (dequantized on a CPU). `base_name` and `base_revision` are what the adapter config records.
+    "auto" (dequantized on a CPU). `base_name` and `base_revision` are what the adapter config records. The last four
+    are those of `MemorySettings`.
 
     >>> ModelSpec(Path("/models/smollm2"), base_name="smollm2-135m-instruct").quantization
     'nf4'
@@ -67,6 +71,9 @@ class ModelSpec:
     weights: str = "auto"
     compute_dtype: str = "float32"
     activation_checkpointing: bool = True
+    offload_activations: bool = False
+    offload_embeddings: bool = False
+    mlp_tile_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,7 @@ class Policy:
     `model` is a peft model whose attention and adapter layers are the lean ones; called without a layout it computes
     what it always did. `end_ids` are all ids that end an answer. `attention` is "sdpa", "flash_attention_2", or "auto"
     for flash-attn where it is installed and the card can use it. `dtype` is that of activations, keys and values.
+    `device` is where tensors lie, another than the card's only where the card is imagined.
     """
 
     def __init__(
@@ -101,31 +109,38 @@ class Policy:
         base_name: str,
         base_revision: str | None = None,
         activation_checkpointing: bool = True,
+        offload_activations: bool = False,
+        mlp_tile_tokens: int = 0,
         attention: str = "auto",
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.card = card
         self.base_name = base_name
         self.base_revision = base_revision
-        self.device = torch.device(card.device)
+        self.device = device or torch.device(card.device)
         self._base: PreTrainedModel = model.get_base_model()
         self._decoder: nn.Module = self._base.get_decoder()
         self._head: nn.Linear = self._base.get_output_embeddings()
         self._config = self._base.config.get_text_config(decoder=True)
         self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
         self.dtype: torch.dtype = self._head.weight.dtype
-        self._flash = attention == "flash_attention_2" or (
-            attention == "auto" and flash_attention_available(self.device, self.dtype)
-        )
+        self._kernels = kernels_of(card, self.dtype, attention)
         self._lora_layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         self._has_reference_adapter = REFERENCE_ADAPTER in model.peft_config
         self.end_ids = end_token_ids(self._base, tokenizer)
         remove_dropout(model)
         use_layouts(self._base)
         self._adapters = LeanLora(model, self.dtype)
+        if mlp_tile_tokens:
+            tile_mlps(model, mlp_tile_tokens)
         if activation_checkpointing:
             self._base.activation_checkpointing_enable()
+            # With an adapter attached that makes every embedded token a leaf with a gradient, for re-entrant
+            # checkpoints; these do not need it.
+            self._base.disable_input_require_grads()
+        self._offload = ActivationOffload(self._decoder) if offload_activations else None
         self.sampling_mode()
         self.check_head()
 
@@ -161,6 +176,11 @@ class Policy:
     # Forward.
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the card is a GPU, which an imagined one is though its tensors lie on the CPU."""
+        return self.card.device != "cpu"
+
+    @property
     def max_positions(self) -> int:
         """The context length of the base, in tokens; see `catalog.folder.context_length`."""
         positions = context_length(self._config.to_dict())
@@ -181,7 +201,7 @@ class Policy:
 
     def packed_layout(self, spans: Sequence[GroupSpan]) -> PackedLayout:
         """The attention within a packed sequence made of `spans`."""
-        return PackedLayout(spans, self.device, flash=self._flash)
+        return PackedLayout(spans, self.device, self._kernels)
 
     def hidden_states(self, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Last hidden states (B, T, H); the layout says who sees whom and where keys and values go."""
@@ -209,7 +229,8 @@ class Policy:
         """
         rows_U, index_M = micro.predictors_M.unique(return_inverse=True)
         layout = self.packed_layout(micro.spans)
-        hidden_N_H = self.hidden_states(micro.input_ids_N[None], micro.position_ids_N[None], layout)[0]
+        with self._saving():
+            hidden_N_H = self.hidden_states(micro.input_ids_N[None], micro.position_ids_N[None], layout)[0]
         logprobs_M, entropy_M = chunked_logprobs(
             hidden_N_H[rows_U],
             self._head.weight,
@@ -222,6 +243,10 @@ class Policy:
         )
         zeros_BT = torch.zeros(micro.mask_BT.shape, dtype=logprobs_M.dtype, device=self.device)
         return zeros_BT.masked_scatter(micro.mask_BT, logprobs_M), zeros_BT.masked_scatter(micro.mask_BT, entropy_M)
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Around a forward: where what it keeps for the backward waits."""
+        return self._offload.saving() if self._offload is not None and torch.is_grad_enabled() else nullcontext()
 
     # The adapter.
 
@@ -240,6 +265,11 @@ class Policy:
         if result.unexpected_keys:
             raise ModelError(f"The adapter does not belong to this model: it has {result.unexpected_keys[0]!r}.")
         self.refresh_adapter()
+
+    def adapter_tensors(self) -> list[torch.Tensor]:
+        """All that is held of the adapters: fp32 masters, a frozen reference, the copies that are multiplied with."""
+        masters = [parameter for name, parameter in self.model.named_parameters() if ".lora_" in name]
+        return [*masters, *self._adapters.copies]
 
     def refresh_adapter(self) -> None:
         """Bring the 16-bit copy that is multiplied with up to the fp32 masters: after every change of them."""
@@ -340,7 +370,12 @@ def load_policy(
 ) -> Policy:
     """Base plus adapter, ready to sample. Raises ModelError with one sentence."""
     with quiet_loading():
-        model = attach_adapter(load_base(spec, card), lora)
+        base = load_base(spec, card)
+        if spec.offload_embeddings:
+            offload_embedding(base, torch.device(card.device))
+        model = attach_adapter(base, lora)
+    if card.device != "cpu":
+        torch.cuda.empty_cache()  # what only loading needed would stay reserved, in pieces of the wrong size
     return Policy(
         model,
         tokenizer,
@@ -348,6 +383,8 @@ def load_policy(
         base_name=spec.base_name,
         base_revision=spec.base_revision,
         activation_checkpointing=spec.activation_checkpointing,
+        offload_activations=spec.offload_activations,
+        mlp_tile_tokens=spec.mlp_tile_tokens,
         attention=attention,
     )
 

@@ -34,6 +34,7 @@ __all__ = [
     "GroupSpan",
     "LossInputs",
     "LossOutput",
+    "MemorySettings",
     "Message",
     "PackedMicroBatch",
     "Problem",
@@ -385,7 +386,8 @@ class RunInfo:
 class Card:
     """The compute device, made explicit: nothing below the trainer asks the machine again.
 
-    `memory_bytes` is what is usable, `bandwidth_bytes_per_s` 0 when unknown, `capability` (0, 0) on a CPU.
+    `memory_bytes` is what is usable, `capability` (0, 0) on a CPU. Bandwidth, arithmetic (dense 16-bit products with
+    fp32 sums) and power are those of the data sheet, 0 when unknown.
 
     >>> Card("cpu", "cpu", (0, 0), 8 << 30).device
     'cpu'
@@ -396,3 +398,27 @@ class Card:
     capability: tuple[int, int]
     memory_bytes: int
     bandwidth_bytes_per_s: float = 0.0
+    flops_per_s: float = 0.0
+    watts: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """How a run fits into memory; none of it changes the gradient, all of it changes the time.
+
+    `max_concurrent` answers decode at once; prompts are forwarded up to `prefill_tokens` at a time; one forward and
+    backward of the update takes `micro_batch_tokens`, its head `head_chunk_tokens`, an MLP `mlp_tile_tokens` (0: all
+    at once).
+
+    >>> MemorySettings(max_concurrent=8).micro_batch_tokens
+    2048
+    """
+
+    max_concurrent: int
+    prefill_tokens: int = 2048
+    micro_batch_tokens: int = 2048
+    activation_checkpointing: bool = True
+    offload_activations: bool = False
+    offload_embeddings: bool = False
+    head_chunk_tokens: int = 256
+    mlp_tile_tokens: int = 0

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from lowmem_grpo import attention
-from lowmem_grpo.attention import HeadMath, PackedLayout, flash_attention_available
-from lowmem_grpo.types import GroupSpan
+from lowmem_grpo.attention import HeadMath, Kernels, PackedLayout, kernels_of
+from lowmem_grpo.types import Card, GroupSpan
 from tests.helpers import assert_gradients_close, gradients_of, pack, random_groups, tiny_policy, updater_of
 from tests.tiny import FAMILIES, tiny_model
 
@@ -234,7 +234,7 @@ def test_a_long_sequence_alone_needs_no_mask_whatever_it_shares(monkeypatch: pyt
     monkeypatch.setattr(attention, "_tile_mask", None)  # making one would fail
     span = FORKS
     states = random_states(span.tokens)
-    output = PackedLayout([span], CPU).attend(0, *states, HeadMath(SCALE))
+    output = PackedLayout([span], CPU, Kernels(lower_right=True)).attend(0, *states, HeadMath(SCALE))
     assert_same([output.detach()], [naive_packed([span], states, HeadMath(SCALE)).detach()])
 
 
@@ -455,12 +455,12 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_flash_attention_is_given_means_the_same(window: int | None, softcap: float | None) -> None:
     spans, math_of = spans_of(*LONG), HeadMath(SCALE, window, softcap)
     states = random_states(sum(span.tokens for span in spans))
-    flash, plain = (PackedLayout(spans, CPU, flash=way).attend(0, *states, math_of) for way in (True, False))
+    flash, plain = (PackedLayout(spans, CPU, Kernels(varlen=way)).attend(0, *states, math_of) for way in (True, False))
     assert_same(value_and_gradients(flash, states), value_and_gradients(plain, states))
 
 
 def test_the_keys_of_flash_attention_by_hand() -> None:
-    index_K, starts_q, starts_k, longest_q, longest_k = PackedLayout([FORKS], CPU, flash=True)._varlen
+    index_K, starts_q, starts_k, longest_q, longest_k = PackedLayout([FORKS], CPU, Kernels(varlen=True))._varlen
     keys = [[0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [0, 1, 2, 6, 7], [0, 1, 2, 6, 7, 8], [0, 1, 9]]
     assert index_K.tolist() == [i for of_sequence in keys for i in of_sequence]
     assert starts_q.tolist() == [0, 2, 5, 6, 8, 9, 10]
@@ -479,14 +479,41 @@ def test_an_update_with_flash_attention_has_the_same_gradients(family: str) -> N
 
 
 def test_flash_attention_needs_the_package_a_gpu_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
+    gpu, cpu = Card("RTX 3060", "cuda", (8, 6), 12 << 30), Card("cpu", "cpu", (0, 0), 12 << 30)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
-    assert flash_attention_available(gpu, torch.float16)
-    assert flash_attention_available(gpu, torch.bfloat16)
-    assert not flash_attention_available(gpu, torch.float32)
-    assert not flash_attention_available(CPU, torch.bfloat16)
+    assert kernels_of(gpu, torch.float16).varlen
+    assert kernels_of(gpu, torch.bfloat16).varlen
+    assert not kernels_of(gpu, torch.bfloat16, "sdpa").varlen
+    assert not kernels_of(gpu, torch.float32).varlen
+    assert not kernels_of(cpu, torch.bfloat16).varlen
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not flash_attention_available(gpu, torch.bfloat16)
+    assert not kernels_of(gpu, torch.bfloat16).varlen
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "shared", "masked"),
+    [
+        ("cuda", (8, 6), torch.bfloat16, True, False),
+        ("cuda", (7, 5), torch.float16, False, False),
+        ("cuda", (8, 6), torch.float32, False, False),
+        ("cpu", (0, 0), torch.float32, True, True),
+    ],
+)
+def test_which_kernels_share_key_heads(
+    device: str, capability: tuple[int, int], dtype: torch.dtype, shared: bool, masked: bool
+) -> None:
+    kernels = kernels_of(Card("card", device, capability, 12 << 30), dtype, "sdpa")
+    assert (kernels.shared_heads, kernels.masked_shared_heads) == (shared, masked)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_key_heads_repeated_for_a_kernel_give_the_same(shared: bool, masked: bool) -> None:
+    spans, math_of = spans_of(*LONG), HeadMath(SCALE)
+    states = random_states(sum(span.tokens for span in spans))
+    kernels = Kernels(shared_heads=shared, masked_shared_heads=masked)
+    repeated, plain = (PackedLayout(spans, CPU, k).attend(0, *states, math_of) for k in (kernels, Kernels()))
+    assert_same(value_and_gradients(repeated, states), value_and_gradients(plain, states))
 
 
 # Without a layout.

@@ -76,6 +76,11 @@ class LeanLora:
         for copy, master in self._copies:
             copy.copy_(master)
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies in the compute dtype, none where the masters are in it."""
+        return [copy for copy, _ in self._copies]
+
     def _adapter(self, layer: Any, name: str) -> _Adapter:
         master_a, master_b = layer.lora_A[name].weight, layer.lora_B[name].weight
         return _Adapter(master_a, master_b, self._copy_of(master_a), self._copy_of(master_b))

@@ -13,16 +13,19 @@ __all__ = ["PeakProbe"]
 class PeakProbe:
     """`reset()` at the start of a phase, `peak_bytes()` at its end.
 
-    On a GPU this is what torch allocated at most. On Linux the resident high-water mark of the process is reset
-    through /proc; where that is not allowed, the peak is that of the whole process so far.
+    On a GPU this is what torch reserved at most, pieces that it could not fill included. On Linux the resident
+    high-water mark of the process is reset through /proc; where that is not allowed, the peak is that of the whole
+    process so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def reset(self) -> None:
-        """Forget the peak so far."""
+        """Forget the peak so far, and on a GPU give back what the allocator holds of the phase before, whose pieces
+        have other sizes."""
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         try:
@@ -33,7 +36,7 @@ class PeakProbe:
     def peak_bytes(self) -> int:
         """The peak since `reset`, in bytes."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return torch.cuda.max_memory_reserved(self._device)
         try:
             status = Path("/proc/self/status").read_text()
         except OSError:
