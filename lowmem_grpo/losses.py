@@ -16,7 +16,7 @@ advantages of a group cancel) and the gradient is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -29,11 +29,14 @@ __all__ = [
     "AGGREGATIONS",
     "LOG_RATIO_LIMIT",
     "LOSSES",
+    "SAMPLER_CORRECTIONS",
     "Loss",
     "Reduce",
+    "SamplerCorrection",
     "check_loss_options",
     "loss_options",
     "no_reduce",
+    "sampler_correction",
     "token_weights",
 ]
 
@@ -147,6 +150,38 @@ def token_weights(name: str, lengths_R: Tensor, *, max_new_tokens: int, reduce: 
     answers, tokens = reduce(torch.stack([takes_part_R.sum().double(), lengths_R.sum()]))
     # where, not multiplication: the weight of a masked-out answer may be inf before it is dropped
     return torch.where(takes_part_R, aggregation(lengths_R, answers, tokens, max_new_tokens), 0.0)
+
+
+SamplerCorrection = Literal["none", "truncate", "mask"]
+"""What is done about a sampler that is not quite the policy: an int8 KV cache, other kernels."""
+
+SAMPLER_CORRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": torch.ones_like,
+    "truncate": lambda ratio_BT: ratio_BT.clamp(max=2.0),
+    "mask": lambda ratio_BT: torch.where((ratio_BT >= 0.5) & (ratio_BT <= 5.0), ratio_BT, 0.0),
+}
+"""Name -> f(probability under the trainer / probability under the sampler) -> weight of a token."""
+
+
+def sampler_correction(
+    logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, kind: SamplerCorrection
+) -> Tensor:
+    """The importance weight of each sampled token, to multiply its weight in the loss with: (B, T), detached.
+
+    With w = exp(logprobs - sampler_logprobs), both at the sampling temperature and of the policy that sampled (on later
+    passes over a rollout batch too), "truncate" is min(w, 2) (truncated importance sampling: Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"), "mask" is w inside [.5, 5] and 0 outside
+    (IcePop, masked importance sampling), "none" is 1. The log-ratio is clamped to LOG_RATIO_LIMIT; off the mask it
+    counts as 0, so the weight is 1 there. An unknown kind raises ConfigError.
+
+    >>> trainer, sampler = torch.log(torch.tensor([[0.8, 0.25, 0.1]])), torch.log(torch.tensor([[0.2, 0.2, 0.4]]))
+    >>> sampler_correction(trainer, sampler, torch.tensor([[True, True, False]]), "truncate")
+    tensor([[2.0000, 1.2500, 1.0000]])
+    """
+    correct = choose("sampler correction", SAMPLER_CORRECTIONS, kind)
+    log_ratio_BT = _masked_difference(logprobs_BT.detach(), sampler_logprobs_BT, mask_BT)
+    weight_BT: Tensor = correct(_bounded_exp(log_ratio_BT))
+    return weight_BT
 
 
 def _masked_difference(a_BT: Tensor, b_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from lowmem_grpo.errors import ConfigError
 from lowmem_grpo.losses import (
     AGGREGATIONS,
     LOSSES,
+    SAMPLER_CORRECTIONS,
+    SamplerCorrection,
     check_loss_options,
     loss_options,
+    sampler_correction,
     token_weights,
 )
 from lowmem_grpo.types import LossInputs, LossOutput
@@ -343,3 +347,78 @@ def test_unknown_names_get_the_nearest() -> None:
         loss_options("clipp")
     with pytest.raises(ConfigError, match=r"no aggregation 'dapoo', did you mean 'dapo'\?"):
         token_weights("dapoo", torch.tensor([1]), max_new_tokens=1)
+
+
+# The sampler correction.
+
+# Probabilities under the trainer and the sampler, whose ratios are 1, .25, .5, 2, 4, 5 and 8.
+TRAINER = [0.3, 0.1, 0.2, 0.5, 0.8, 0.5, 0.8]
+SAMPLER = [0.3, 0.4, 0.4, 0.25, 0.2, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("none", [1, 1, 1, 1, 1, 1, 1]),
+        ("truncate", [1, 0.25, 0.5, 2, 2, 2, 2]),
+        ("mask", [1, 0, 0.5, 2, 4, 5, 0]),
+    ],
+)
+def test_the_correction_by_hand(kind: SamplerCorrection, expected: list[float]) -> None:
+    # A hair inside the bounds, which a logarithm and back does not keep.
+    trainer = torch.tensor([TRAINER], dtype=torch.float64).log()
+    sampler = torch.tensor([SAMPLER], dtype=torch.float64).log()
+    trainer += torch.tensor([[0, 0, 1e-9, 0, 0, -1e-9, 0]])
+    weight_BT = sampler_correction(trainer, sampler, torch.ones(1, 7, dtype=torch.bool), kind)
+    assert weight_BT[0].tolist() == pytest.approx(expected, rel=1e-8, abs=0)
+
+
+def test_there_is_a_correction_for_every_name() -> None:
+    assert tuple(SAMPLER_CORRECTIONS) == get_args(SamplerCorrection)
+    with pytest.raises(ConfigError, match="there is no sampler correction 'trunc', did you mean 'truncate'"):
+        sampler_correction(*[torch.zeros(1, 1)] * 2, torch.ones(1, 1, dtype=torch.bool), "trunc")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", get_args(SamplerCorrection))
+def test_the_correction_carries_no_gradient_and_ignores_what_is_off_the_mask(kind: SamplerCorrection) -> None:
+    logprobs = torch.tensor([[-1.0, torch.nan, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    sampler = torch.tensor([[-1.5, 0.0, -torch.inf]], dtype=torch.float64)
+    weight_BT = sampler_correction(logprobs, sampler, torch.tensor([[True, False, False]]), kind)
+    assert not weight_BT.requires_grad
+    assert weight_BT.dtype == torch.float64
+    first = 1.0 if kind == "none" else float(np.exp(0.5))
+    assert weight_BT[0].tolist() == pytest.approx([first, 1, 1])
+
+
+def test_a_ratio_beyond_all_bounds_is_a_number() -> None:
+    far = torch.tensor([[0.0, -1000.0]])
+    near = torch.tensor([[-1000.0, 0.0]])
+    mask_BT = torch.ones(1, 2, dtype=torch.bool)
+    assert sampler_correction(far, near, mask_BT, "truncate")[0].tolist() == pytest.approx([2, np.exp(-20)])
+    assert sampler_correction(far, near, mask_BT, "mask").tolist() == [[0, 0]]
+
+
+@CALM
+@given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)), min_size=2, max_size=6))
+def test_a_sampler_that_is_the_policy_needs_no_correction_and_truncation_only_lowers(
+    pairs: list[tuple[float, float]],
+) -> None:
+    probabilities = torch.tensor(pairs, dtype=torch.float64).T[:, None]
+    trainer, sampler = probabilities.log()
+    mask_BT = torch.ones_like(trainer, dtype=torch.bool)
+    for kind in get_args(SamplerCorrection):
+        assert (sampler_correction(trainer, trainer, mask_BT, kind) == 1).all()
+        weight_BT = sampler_correction(trainer, sampler, mask_BT, kind)
+        assert ((weight_BT >= 0) & (weight_BT <= (2 if kind == "truncate" else 5))).all()
+    truncated = sampler_correction(trainer, sampler, mask_BT, "truncate")
+    assert (truncated <= (trainer - sampler).exp() * (1 + 1e-12)).all()
+
+
+def test_a_corrected_weight_scales_the_gradient_of_its_token() -> None:
+    inputs = row([-1.0, -2.0], [-1.0, -2.0], advantage=0.5, weights=[0.25, 0.75])
+    sampler = torch.tensor([[-1.0 - np.log(1.6), -2.0 + np.log(8.0)]])
+    weight_BT = sampler_correction(inputs.logprobs_BT, sampler, inputs.mask_BT, "mask")
+    corrected = dataclasses.replace(inputs, weights_BT=inputs.weights_BT * weight_BT)
+    output = LOSSES["clip"](corrected)
+    assert output.loss.item() == pytest.approx(-0.5 * 0.25 * 1.6)
+    assert gradient(output, corrected) == pytest.approx([-0.5 * 0.25 * 1.6, 0])

@@ -6,6 +6,17 @@ computed in the order of the groups and brought back into the order of the rows.
 
 Bytes: 2 x layers x KV heads x head width x bytes per value x (prompt slots x longest prompt + slots x most new tokens).
 
+With `int8` the keys and values of a token lie as one byte each, with one scale in the compute dtype per token, KV head
+and kind (the largest of the head over 127).
+
+Saves: in 16 bits 49 % of that at a head width of 128, 48 % at 64, less the buffer below.
+Costs: what is stored is decoded again for every new token, and the sampler is not quite the policy any more: a value is
+wrong by up to 1/254 of the largest of its head, so the update needs `losses.sampler_correction`.
+Bytes: 2 x layers x KV heads x (head width + bytes per scale) x the tokens as above, and a buffer of KV heads x head
+width x bytes per value x max(prompt slots x longest prompt, slots x most new tokens), into which first the keys, then
+the values of one layer's prompts or answers are decoded, as far as they are used. With long answers it is 1/(2 layers)
+of the plain cache. It is made once: buffers that grow with the answers would leave gaps in the allocator.
+
 A query sees its group's prompt and its own answer. The scores of both parts are computed apart, put side by side for
 one softmax, and the two weighted sums are added: exact attention over the whole row. Sharing the prompt's part of a
 decode step among the rows of a group is known as bifurcated attention (arXiv 2403.08845) or Hydragen (2402.05099).
@@ -15,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +40,9 @@ __all__ = ["DecodeLayout", "KVSlots", "PrefillLayout", "SlotShape", "Target"]
 class SlotShape:
     """The sizes that `KVSlots` is made of.
 
-    >>> SlotShape(2, 4, 8, prompt_slots=1, prompt_tokens=100, slots=8, answer_tokens=50).bytes(torch.float16)
-    128000
+    >>> shape = SlotShape(2, 4, 8, prompt_slots=1, prompt_tokens=100, slots=8, answer_tokens=50)
+    >>> shape.bytes(torch.float16), shape.bytes(torch.float16, int8=True)
+    (128000, 105600)
     """
 
     layers: int
@@ -40,10 +53,54 @@ class SlotShape:
     slots: int
     answer_tokens: int
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all keys and values."""
+    @property
+    def decoded_values(self) -> int:
+        """Values of the keys of one layer's prompts or answers, whichever has more."""
+        tokens = max(self.prompt_slots * self.prompt_tokens, self.slots * self.answer_tokens)
+        return self.kv_heads * tokens * self.head_width
+
+    def bytes(self, dtype: torch.dtype, int8: bool = False) -> int:
+        """Bytes of all keys and values in `dtype`, or of int8 ones with their scales and the buffer in `dtype`."""
         tokens = self.prompt_slots * self.prompt_tokens + self.slots * self.answer_tokens
-        return 2 * self.layers * self.kv_heads * self.head_width * tokens * dtype.itemsize
+        heads = 2 * self.layers * self.kv_heads * tokens
+        if int8:
+            return heads * (self.head_width + dtype.itemsize) + self.decoded_values * dtype.itemsize
+        return heads * self.head_width * dtype.itemsize
+
+
+class _Store:
+    """Keys and values of one kind of slot: (layers, 2, slots, KV heads, tokens, D).
+
+    An index names places of the axes before D. With int8 values `scales` has those axes, and `decoded` is the buffer
+    that `read` fills.
+    """
+
+    def __init__(self, values: Tensor, scales: Tensor | None, decoded: Tensor | None) -> None:
+        self.values, self.scales, self.decoded = values, scales, decoded
+
+    def write(self, index: tuple[Any, ...], states: Tensor) -> None:
+        """Put the states of these places, in the compute dtype."""
+        if self.scales is None:
+            self.values[index] = states
+        else:
+            self.values[index], self.scales[index] = _encoded(states)
+
+    def read(self, index: tuple[Any, ...]) -> Tensor:
+        """The states of these places of one layer and kind, in the compute dtype.
+
+        With int8 they lie in the buffer: they hold until the next read of any store.
+        """
+        values = self.values[index]
+        if self.scales is None or self.decoded is None:
+            return values
+        # One product of int8 and 16 bits in one kernel, without a copy in between.
+        return torch.mul(values, self.scales[index][..., None], out=self.decoded[: values.numel()].view(values.shape))
+
+    def move(self, source: tuple[Any, ...], target: tuple[Any, ...]) -> None:
+        """Copy what lies at one place to another, as it is."""
+        for stored in (self.values, self.scales):
+            if stored is not None:
+                stored[target] = stored[source]
 
 
 class KVSlots:
@@ -51,33 +108,69 @@ class KVSlots:
 
     Slots in use are always the first ones: `move_prompt` and `move_answer` close the gap that a finished one leaves.
     What lies beyond a slot's length does not count, so lengths live with the caller and may start anywhere.
+
+    `dtype` is what goes in and comes out; with `int8` it is stored as the module says. `on_gpu` says whether `device`
+    stands for a GPU, which fake tensors do not tell; None: it does if it is one.
     """
 
-    def __init__(self, shape: SlotShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: SlotShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        int8: bool = False,
+        on_gpu: bool | None = None,
+    ) -> None:
         self.shape = shape
-        common = (shape.layers, 2)
-        # Key and value side by side: one slot moves in one copy. Zeros, because an unseen token's weight of 0 times
-        # whatever lay in fresh memory may be NaN.
-        self.prompts = torch.zeros(
-            *common,
-            shape.prompt_slots,
-            shape.kv_heads,
-            shape.prompt_tokens,
-            shape.head_width,
-            dtype=dtype,
-            device=device,
-        )
-        self.answers = torch.zeros(
-            *common, shape.slots, shape.kv_heads, shape.answer_tokens, shape.head_width, dtype=dtype, device=device
-        )
+        self.on_gpu = device.type == "cuda" if on_gpu is None else on_gpu
+        decoded = torch.empty(shape.decoded_values, dtype=dtype, device=device) if int8 else None
+
+        def store(slots: int, tokens: int) -> _Store:
+            # Key and value side by side: one slot moves in one copy. Zeros, because an unseen token's weight of 0 times
+            # whatever lay in fresh memory may be NaN.
+            axes = (shape.layers, 2, slots, shape.kv_heads, tokens)
+            values = torch.zeros(*axes, shape.head_width, dtype=torch.int8 if int8 else dtype, device=device)
+            return _Store(values, torch.zeros(axes, dtype=dtype, device=device) if int8 else None, decoded)
+
+        self.prompt_store = store(shape.prompt_slots, shape.prompt_tokens)
+        self.answer_store = store(shape.slots, shape.answer_tokens)
+
+    @property
+    def prompts(self) -> Tensor:
+        """Keys and values of the prompts as they are stored: (layers, 2, prompt slots, KV heads, tokens, D)."""
+        return self.prompt_store.values
+
+    @property
+    def answers(self) -> Tensor:
+        """Keys and values of the answers as they are stored: (layers, 2, slots, KV heads, tokens, D)."""
+        return self.answer_store.values
 
     def move_prompt(self, source: int, target: int) -> None:
         """Copy one prompt slot onto another."""
-        self.prompts[:, :, target] = self.prompts[:, :, source]
+        everywhere = slice(None)
+        self.prompt_store.move((everywhere, everywhere, source), (everywhere, everywhere, target))
 
     def move_answer(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one answer slot onto another."""
-        self.answers[:, :, target, :, :length] = self.answers[:, :, source, :, :length]
+        everywhere, tokens = slice(None), slice(length)
+        self.answer_store.move(
+            (everywhere, everywhere, source, everywhere, tokens), (everywhere, everywhere, target, everywhere, tokens)
+        )
+
+
+def _encoded(states: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values (..., D) and their scales (...): at most half a scale wrong.
+
+    >>> values, scales = _encoded(torch.tensor([[127.0, -3.4, 0.0]]))
+    >>> values.tolist(), scales.tolist()
+    ([[127, -3, 0]], [1.0])
+    """
+    # Never below the smallest normal number: a head of zeros has a scale too, and float16 loses digits below.
+    scales = (states.abs().amax(-1).div_(127)).clamp_(min=torch.finfo(states.dtype).tiny)
+    # In fp32: a quotient up to 127 has no room for a fraction in bfloat16. The rounding of a scale cannot make it 128.
+    steps = states.to(torch.promote_types(states.dtype, torch.float32)) / scales[..., None]
+    return steps.round_().to(torch.int8), scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +193,9 @@ class PrefillLayout:
         """See `Layout.attend`."""
         for target in self._targets:
             tokens = slice(target.start, target.start + target.length)
-            store = self._kv.prompts if target.is_prompt else self._kv.answers
-            store[layer, 0, target.slot, :, : target.length] = key[0, :, tokens]
-            store[layer, 1, target.slot, :, : target.length] = value[0, :, tokens]
+            store = self._kv.prompt_store if target.is_prompt else self._kv.answer_store
+            for kind, states in enumerate((key, value)):
+                store.write((layer, kind, target.slot, slice(None), slice(target.length)), states[0, :, tokens])
         return self._packed.attend(layer, query, key, value, math)
 
 
@@ -141,28 +234,55 @@ class DecodeLayout:
         """See `Layout.attend`; B is the rows and T is 1."""
         rows, heads, _, width = query.shape
         kv_heads = key.shape[1]
-        own_k, own_v = self._append(layer, key, value)
-        prompt_k, prompt_v = self._kv.prompts[layer, :, : self._prompts, :, : self._longest_prompt]
+        self._append(layer, key, value)
         query = query.view(rows, kv_heads, heads // kv_heads, width)
-        scores = torch.cat([self._prompt_scores(query, prompt_k), _scores(query, own_k)], dim=-1)
+        # Every read is used before the next one: int8 slots decode all of them into one buffer.
+        scores = torch.cat(
+            [
+                self._prompt_scores(query, self._read_prompts(layer, 0)),
+                self._scores(query, self._read_answers(layer, 0)),
+            ],
+            dim=-1,
+        )
         scores = capped(scores * math.scale, math.softcap) + self._mask(math.window, scores.dtype)
         weights_prompt, weights_own = softmax(scores, value.dtype).split(
             [self._longest_prompt, self._longest_answer], dim=-1
         )
-        output = weights_own @ own_v + self._prompt_values(weights_prompt, prompt_v)
+        output = weights_own @ self._read_answers(layer, 1) + self._prompt_values(
+            weights_prompt, self._read_prompts(layer, 1)
+        )
         return output.view(rows, 1, heads, width)
 
-    def _append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new token of each row; returns keys and values of the rows, (rows, KV heads, longest, D) each."""
-        states = self._kv.answers[layer]
-        states[0, self._all_rows, :, self._answer_lengths] = key[:, :, 0]
-        states[1, self._all_rows, :, self._answer_lengths] = value[:, :, 0]
-        own = states[:, : self._rows, :, : self._longest_answer]
-        return own[0], own[1]
+    def _append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write the new token of each row."""
+        for kind, states in enumerate((key, value)):
+            index = (layer, kind, self._all_rows, slice(None), self._answer_lengths)
+            self._kv.answer_store.write(index, states[:, :, 0])
+
+    def _read_prompts(self, layer: int, kind: int) -> Tensor:
+        """Keys (kind 0) or values (1) of the prompts in use, (prompts, KV heads, longest, D)."""
+        places = (slice(self._prompts), slice(None), slice(self._longest_prompt))
+        return self._kv.prompt_store.read((layer, kind, *places))
+
+    def _read_answers(self, layer: int, kind: int) -> Tensor:
+        """The same of the rows with their new token, (rows, KV heads, longest, D)."""
+        places = (slice(self._rows), slice(None), slice(self._longest_answer))
+        return self._kv.answer_store.read((layer, kind, *places))
 
     def _prompt_scores(self, query: Tensor, prompt_k: Tensor) -> Tensor:
         """Scores of each row against its prompt, (rows, KV heads, heads per KV head, prompt tokens)."""
-        return self._by_row(_scores(self._by_prompt(query), prompt_k), query.shape[2])
+        return self._by_row(self._scores(self._by_prompt(query), prompt_k), query.shape[2])
+
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """query @ key^T over the last axis, in at least fp32: in 16 bits the rounding of scores, which grow with the
+        width of a head, would be most of the difference between sampler and trainer."""
+        key = key.transpose(2, 3)
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return query @ key
+        if self._kv.on_gpu:
+            scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1), out_dtype=torch.float32)
+            return scores.unflatten(0, query.shape[:2])
+        return query.float() @ key.float()
 
     def _prompt_values(self, weights: Tensor, prompt_v: Tensor) -> Tensor:
         return self._by_row(self._by_prompt(weights) @ prompt_v, weights.shape[2])
@@ -196,18 +316,6 @@ class DecodeLayout:
             position = torch.cat([position_prompt.expand(self._rows, -1), position_own_RT], dim=1)
             seen &= self.position_ids[:, None] - position < window
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None, None]
-
-
-def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """query @ key^T over the last axis, in at least fp32: in 16 bits the rounding of scores, which grow with the width
-    of a head, would be most of the difference between sampler and trainer."""
-    key = key.transpose(2, 3)
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return query @ key
-    if query.is_cuda:
-        scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1), out_dtype=torch.float32)
-        return scores.unflatten(0, query.shape[:2])
-    return query.float() @ key.float()
 
 
 def _positions_in_groups(prompt_of_row: Sequence[int], prompts: int) -> list[tuple[int, int]]:

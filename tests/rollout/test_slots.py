@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo.attention import HeadMath, PackedLayout
 from lowmem_grpo.memory.live import LiveBytes
@@ -75,6 +78,28 @@ def test_slots_begin_as_zeros() -> None:
     assert not kv.prompts.any() and not kv.answers.any()
 
 
+# 660 keys and values of a head: 4 bytes and a scale each; the buffer has 3 heads x 35 tokens x 4.
+@pytest.mark.parametrize(
+    ("dtype", "expected_bytes"),
+    [(torch.float32, 660 * 8 + 420 * 4), (torch.bfloat16, 660 * 6 + 420 * 2), (torch.float16, 660 * 6 + 420 * 2)],
+)
+def test_bytes_in_int8_are_those_of_the_tensors(dtype: torch.dtype, expected_bytes: int) -> None:
+    assert SHAPE.bytes(dtype, int8=True) == expected_bytes
+    with LiveBytes() as live:
+        kv = KVSlots(SHAPE, dtype, CPU, int8=True)
+    assert live.peak_bytes == live.live_bytes == expected_bytes
+    assert kv.prompts.dtype == kv.answers.dtype == torch.int8
+
+
+def test_int8_halves_a_long_cache_but_for_its_scales_and_the_buffer() -> None:
+    # Llama-3.1-8B, three answers of 20 000 tokens: 32 layers, 8 key-value heads of width 128.
+    shape = SlotShape(32, 8, 128, prompt_slots=1, prompt_tokens=256, slots=3, answer_tokens=20_000)
+    plain = 131_072 * 60_256
+    assert shape.bytes(torch.float16) == plain
+    buffer = 2 * 8 * 128 * 60_000  # of the keys of one layer, or of the values: 1/64 of the plain answers
+    assert shape.bytes(torch.float16, int8=True) == plain // 2 * 130 // 128 + buffer
+
+
 # Moving.
 
 
@@ -103,6 +128,26 @@ def test_an_answer_moves_up_to_its_length(length: int) -> None:
     others = [0, 2, 3, 4]
     assert torch.equal(kv.answers[:, :, others], before.answers[:, :, others])
     assert torch.equal(kv.prompts, before.prompts)
+
+
+def test_scales_move_with_their_values() -> None:
+    kv = KVSlots(SHAPE, torch.float32, CPU, int8=True)
+    before = []
+    for store in (kv.prompt_store, kv.answer_store):
+        states = torch.randn(store.values.shape, generator=torch.Generator().manual_seed(0))
+        store.write((slice(None), slice(None)), states)
+        assert store.scales is not None
+        before.append((store.values.clone(), store.scales.clone()))
+    kv.move_prompt(1, 0)
+    kv.move_answer(4, 1, 3)
+    for moved, old in zip((kv.prompts, kv.prompt_store.scales), before[0], strict=True):
+        assert moved is not None
+        assert torch.equal(moved[:, :, 0], old[:, :, 1]) and torch.equal(moved[:, :, 1], old[:, :, 1])
+    for moved, old in zip((kv.answers, kv.answer_store.scales), before[1], strict=True):
+        assert moved is not None
+        assert torch.equal(moved[:, :, 1, :, :3], old[:, :, 4, :, :3])
+        assert torch.equal(moved[:, :, 1, :, 3:], old[:, :, 1, :, 3:])
+        assert torch.equal(moved[:, :, [0, 2, 3, 4]], old[:, :, [0, 2, 3, 4]])
 
 
 # The prefill.
@@ -308,3 +353,86 @@ def test_a_repeated_step_gives_the_same() -> None:
     kv = MIXED.slots()
     first = MIXED.layout(kv).attend(LAYER, *MIXED.new(), HeadMath(0.3))
     assert torch.equal(MIXED.layout(kv).attend(LAYER, *MIXED.new(), HeadMath(0.3)), first)
+
+
+# What reading costs, and on which device the scores are made for.
+
+
+def test_plain_slots_are_read_without_a_copy() -> None:
+    kv = filled()
+    with LiveBytes() as live:
+        read = kv.answer_store.read((LAYER, 1, slice(4), slice(None), slice(3)))
+    assert live.peak_bytes == 0
+    assert read.untyped_storage().data_ptr() == kv.answers.untyped_storage().data_ptr()
+    assert torch.equal(read, kv.answers[LAYER, 1, :4, :, :3])
+
+
+def test_int8_slots_are_decoded_into_the_buffer_as_far_as_they_are_used() -> None:
+    kv = KVSlots(SHAPE, torch.float16, CPU, int8=True)
+    states = torch.tensor([[127.0, -1.0, 63.6, 0.0]] * 3, dtype=torch.float16)
+    index = (LAYER, 1, 2, slice(None), 0)
+    kv.answer_store.write(index, states)
+    buffer = kv.answer_store.decoded
+    assert buffer is not None
+    buffer.fill_(-7.0)
+    with LiveBytes() as live:
+        read = kv.answer_store.read((LAYER, 1, slice(3), slice(None), slice(1)))
+    assert live.peak_bytes == 0
+    assert (read.dtype, read.shape) == (torch.float16, (3, 3, 1, 4))
+    assert read[2, :, 0].tolist() == [[127.0, -1.0, 64.0, 0.0]] * 3
+    assert not read[:2].any()
+    assert (buffer[36:] == -7).all() and (buffer[:36] != -7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-7, 1e-4, 1.0, 6e4])
+def test_a_value_is_wrong_by_half_a_scale_at_most(dtype: torch.dtype, size: float) -> None:
+    kv = KVSlots(SHAPE, dtype, CPU, int8=True)
+    states = (size * (2 * torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1)).to(
+        dtype
+    )
+    index = (0, 0, 1, slice(None), 5)
+    kv.prompt_store.write(index, states)
+    error = (kv.prompt_store.read(index).double() - states.double()).abs()
+    largest = states.abs().amax(-1, keepdim=True).double()
+    # 1/254 of the largest, and the roundings of the scale and of the product; below the normal numbers half of them.
+    eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+    assert (error <= largest * (1 / 254 + eps) + tiny / 2).all()
+
+
+def test_what_is_not_finite_is_not_hidden() -> None:
+    kv = KVSlots(SHAPE, torch.float32, CPU, int8=True)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        index = (0, 0, 0, slice(None), 0)
+        kv.prompt_store.write(index, torch.tensor([[1.0, broken, 2.0, 3.0]] * 3))
+        assert not kv.prompt_store.read(index)[:, 1].isfinite().any()
+
+
+class Products(TorchDispatchMode):
+    """The matrix products that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "bmm" in str(func):
+            self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_fake_tensors_take_the_way_of_the_device_they_stand_for(on_gpu: bool, int8: bool) -> None:
+    shape = SlotShape(LAYERS, KV_HEADS, WIDTH, prompt_slots=3, prompt_tokens=9, slots=6, answer_tokens=9)
+    with FakeTensorMode(), Products() as products:
+        kv = KVSlots(shape, torch.float16, CPU, int8=int8, on_gpu=on_gpu)
+        new = (torch.empty(6, heads, 1, WIDTH, dtype=torch.float16) for heads in (4, KV_HEADS, KV_HEADS))
+        output = MIXED.layout(kv).attend(LAYER, *new, HeadMath(0.3))
+    assert (output.shape, output.dtype) == ((6, 1, 4, WIDTH), torch.float16)
+    assert products.names == {"aten.bmm.default"} | ({"aten.bmm.dtype"} if on_gpu else set())
+
+
+def test_the_device_says_whether_it_is_a_gpu_unless_told() -> None:
+    assert not KVSlots(SHAPE, torch.float16, CPU).on_gpu
+    assert KVSlots(SHAPE, torch.float16, CPU, on_gpu=True).on_gpu
