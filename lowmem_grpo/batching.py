@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_grpo.types import GroupSpan, PackedMicroBatch, Rollout, ScoredGroup
+from lowmem_grpo.types import Group, GroupSpan, PackedMicroBatch, Problem, Rollout, ScoredGroup
 
-__all__ = ["pack_groups", "rewards_tensor"]
+__all__ = ["largest_micro_batch", "pack_groups", "rewards_tensor"]
 
 Item = TypeVar("Item")
 
@@ -76,6 +76,52 @@ def pack_groups(
     bins = _fill_bins(parts, lambda part, _: part.tokens, micro_batch_tokens)
     bins.sort(key=lambda members: -sum(part.tokens for part in members))  # what does not fit shows at once
     return [_micro_batch(groups, members, advantages_P_G, weights_P_G, device) for members in bins]
+
+
+def largest_micro_batch(
+    problems: Sequence[Problem], group_size: int, answer_tokens: int, *, micro_batch_tokens: int, device: torch.device
+) -> PackedMicroBatch:
+    """The most that `pack_groups` puts into one micro-batch: answers of full length to `problems`, all different.
+
+    The last answer that has room is cut so that the micro-batch is full to the token; a single prompt with its answer
+    may exceed it. Advantages and weights are 1, log-probs 0.
+    """
+    groups: list[ScoredGroup] = []
+    room = micro_batch_tokens
+    for problem in problems:
+        prompt = len(problem.prompt_ids)
+        if groups and room <= prompt + 1:
+            break
+        groups.append(_filling_group(problem, group_size, answer_tokens, room - prompt))
+        room -= prompt + sum(len(answer.completion_ids) - 1 for answer in groups[-1].group.rollouts)
+    shape_P_G = (len(groups), group_size)
+    return pack_groups(
+        groups,
+        torch.ones(shape_P_G, dtype=torch.float64),
+        torch.ones(shape_P_G, dtype=torch.bool),
+        torch.ones(len(groups), dtype=torch.bool),
+        torch.ones_like,
+        micro_batch_tokens=max(micro_batch_tokens, len(problems[0].prompt_ids) + answer_tokens),
+        device=device,
+    )[0]
+
+
+def _filling_group(problem: Problem, group_size: int, answer_tokens: int, room: int) -> ScoredGroup:
+    """A group of which `room` tokens of answers are forwarded, or one answer of full length if that is more.
+
+    An answer's last token is not forwarded, and answers differ from their first token on, so none shares anything; the
+    answers that have no room left are of one token.
+    """
+    longest, lengths = answer_tokens - 1, [answer_tokens]
+    room -= longest
+    for _ in range(group_size - 1):
+        lengths.append(1 + max(0, min(longest, room)))
+        room -= lengths[-1] - 1
+    answers = tuple(
+        Rollout((number,) * length, (True,) * length, (0.0,) * length, "length", "")
+        for number, length in enumerate(lengths)
+    )
+    return ScoredGroup(Group(problem, answers), {}, (1.0,) * group_size, (None,) * group_size)
 
 
 def _split_group(index: int, group: ScoredGroup, answers: Sequence[int], budget: int) -> Iterator[_Part]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowmem_grpo.errors import NonFiniteFailed
+from lowmem_grpo import update as update_module
+from lowmem_grpo.errors import NonFiniteFailed, OutOfMemoryFailed
+from lowmem_grpo.memory.oom import Recovery
 from lowmem_grpo.model import Policy
 from lowmem_grpo.optim import build_optimizer, optimizer_state
 from lowmem_grpo.rollout import SlotEngine
 from lowmem_grpo.types import PackedMicroBatch, SamplingParams, ScoredGroup
 from lowmem_grpo.update import Updater
 from tests.helpers import (
+    RecordingSGD,
     adapted_layers,
+    assert_gradients_close,
     gradients_of,
     group_of,
     naive_logprobs,
@@ -27,6 +31,7 @@ from tests.helpers import (
     tiny_policy,
     updater_of,
 )
+from tests.shortage import ALWAYS, Shortage
 from tests.tiny import FAMILIES
 
 TEMPERATURE = 0.7
@@ -317,3 +322,280 @@ def test_float16_halves_its_scale_after_a_skipped_step() -> None:
     assert updater.update(micro_batches, 1)["optim/skipped"] == 0.0
     assert updater.scaler.get_scale() == 2048
     assert not bit_equal(weights_of(policy), before)
+
+
+# When the memory runs out.
+
+
+@dataclass
+class Memory:
+    """An updater of a run that may run short of memory, and what its batch is packed into."""
+
+    policy: Policy
+    groups: list[ScoredGroup]
+    updater: Updater
+    recoveries: list[Recovery]
+
+    @classmethod
+    def of(cls, *, micro_batch_tokens: int = 64, **changes: object) -> Memory:
+        policy = tiny_policy("gemma3_text", torch.float64)
+        made = updater_of(policy, micro_batch_tokens=micro_batch_tokens, **({"lr": 0.05} | changes))  # type: ignore
+        recoveries: list[Recovery] = []
+        updater = Updater(policy, made.settings, made.optimizer, on_out_of_memory=recoveries.append)
+        return cls(policy, random_groups(policy), updater, recoveries)
+
+    def packed(self, tokens: int) -> list[PackedMicroBatch]:
+        return pack(self.groups, skip_dead=False, micro_batch_tokens=tokens)
+
+    def update(self) -> dict[str, float]:
+        return self.updater.update(self.packed(self.updater.micro_batch_tokens), 0, repack=self.packed)
+
+    @property
+    def gradients(self) -> list[dict[str, Tensor]]:
+        optimizer = self.updater.optimizer
+        assert isinstance(optimizer, RecordingSGD)
+        return optimizer.gradients
+
+    def in_need(self, patch: pytest.MonkeyPatch, place: str, shortage: Shortage) -> None:
+        """Let the shortage strike in one part of the update."""
+        if place == "backward":
+            for parameter in self.policy.trainable_parameters().values():
+                parameter.register_hook(shortage.need)
+        elif place == "recomputation":
+            layer = self.policy.model.get_base_model().get_decoder().layers[1]
+            patch.setattr(layer.mlp, "forward", shortage.given(layer.mlp.forward))
+        else:
+            owner, name = {
+                "forward": (self.policy, "hidden_states"),
+                "log-probs": (self.policy, "logprobs"),
+                "loss": (update_module, "sampler_correction"),
+            }[place]
+            patch.setattr(owner, name, shortage.given(getattr(owner, name)))
+
+
+TWICE = {"kl_coef": 0.1, "updates_per_rollout": 2, "loss_options": {"clip_low": 0.01, "clip_high": 0.01}}
+"""Forwards of reference and policy, and two uses, of which the second has ratios off 1."""
+
+
+@pytest.mark.parametrize("place", ["forward", "recomputation", "log-probs", "loss", "backward"])
+def test_the_gradient_is_the_same_wherever_the_memory_runs_out(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setattr(update_module, "release_memory", lambda _: None)  # see the same test of the engine
+    whole, counter = Memory.of(micro_batch_tokens=24, **TWICE), Shortage()
+    with monkeypatch.context() as patch:
+        whole.in_need(patch, place, counter)
+        metrics = whole.update()
+    assert counter.calls >= 4 and len(whole.gradients) == 2
+    assert metrics["policy/clip_low"] + metrics["policy/clip_high"] > 0, "old log-probs count, or this shows nothing"
+    for number in sorted({1, 2, *range(3, counter.calls, max(1, counter.calls // 12)), counter.calls}):
+        short, shortage = Memory.of(micro_batch_tokens=24, **TWICE), Shortage([number])
+        with monkeypatch.context() as patch:
+            short.in_need(patch, place, shortage)
+            again = short.update()
+        assert len(shortage.held) == 1
+        # The larger of two micro-batches has 23 tokens.
+        assert [recovery.lowered for recovery in short.recoveries] == [{"micro_batch_tokens": 11}]
+        assert (short.updater.micro_batch_tokens, short.updater.head_chunk_tokens) == (11, 5)
+        assert len(short.gradients) == 2, "one optimizer step for each use"
+        for gradients, expected in zip(short.gradients, whole.gradients, strict=True):
+            assert_gradients_close(gradients, expected, 1e-10)
+        for name, weight in weights_of(short.policy).items():
+            torch.testing.assert_close(weight, whole.policy.trainable_parameters()[name], rtol=0, atol=1e-12)
+        assert again == pytest.approx(metrics, abs=1e-9)
+        assert not short.policy.model.training
+        assert all(parameter.grad is None for parameter in short.policy.model.parameters())
+
+
+@pytest.mark.parametrize("fails", [[1, 2], [1, 2, 5], [2, 3, 6, 9]])
+def test_the_gradient_is_the_same_however_often_the_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, fails: list[int]
+) -> None:
+    whole, short = Memory.of(**TWICE), Memory.of(**{**TWICE, "head_chunk_tokens": 128})
+    whole.update()
+    short.in_need(monkeypatch, "forward", Shortage(fails))
+    short.update()
+    for gradients, expected in zip(short.gradients, whole.gradients, strict=True):
+        assert_gradients_close(gradients, expected, 1e-10)
+    # All 34 tokens; groups of 12, 11 and 11; answers, of which the longest takes 9 and cannot be divided.
+    expected_limits = [{"micro_batch_tokens": 17}, {"micro_batch_tokens": 6}]
+    expected_limits += [{"head_chunk_tokens": 64}, {"head_chunk_tokens": 32}]
+    assert [recovery.lowered for recovery in short.recoveries] == expected_limits[: len(fails)]
+
+
+def test_the_limits_are_kept_for_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory.of()
+    with monkeypatch.context() as patch:
+        memory.in_need(patch, "forward", Shortage([1]))
+        memory.update()
+    assert memory.recoveries == [
+        Recovery(
+            "The memory ran out in an update of 34 tokens at once; its gradient is computed again with "
+            "memory.micro_batch_tokens=17.",
+            {"micro_batch_tokens": 17},
+        )
+    ]
+    sizes: list[int] = []
+    hidden_states = memory.policy.hidden_states
+    monkeypatch.setattr(
+        memory.policy, "hidden_states", lambda ids, *rest: sizes.append(ids.shape[1]) or hidden_states(ids, *rest)
+    )
+    memory.update()
+    assert len(sizes) > 1 and max(sizes) <= 17
+    assert len(memory.recoveries) == 1
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_memory_too_small_for_one_answer_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    memory = Memory.of(micro_batch_tokens=24, head_chunk_tokens=100)
+    before = weights_of(memory.policy)
+    memory.in_need(monkeypatch, place, Shortage(ALWAYS))
+    with pytest.raises(OutOfMemoryFailed) as caught:
+        memory.update()
+    assert str(caught.value) == (
+        "The memory does not suffice for the update of a single answer (9 tokens with its prompt): set "
+        "memory.mlp_tile_tokens, switch memory.offload_activations on, or lower rollout.max_new_tokens."
+    )
+    assert caught.value.__context__ is None, "it would hold the frames that hold the tensors"
+    assert [recovery.lowered for recovery in memory.recoveries] == [
+        {"micro_batch_tokens": 11},
+        {"micro_batch_tokens": 5},
+        {"head_chunk_tokens": 50},
+        {"head_chunk_tokens": 32},
+    ]
+    assert (memory.gradients, memory.updater.is_half_done) == ([], False)
+    assert bit_equal(weights_of(memory.policy), before)
+    assert all(parameter.grad is None for parameter in memory.policy.model.parameters())
+
+
+def test_without_a_way_to_pack_again_only_the_head_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory.of(head_chunk_tokens=64)
+    memory.in_need(monkeypatch, "forward", Shortage([1]))
+    memory.updater.update(memory.packed(64), 0)
+    assert [recovery.lowered for recovery in memory.recoveries] == [{"head_chunk_tokens": 32}]
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory.of()
+    monkeypatch.setattr(memory.policy, "logprobs", lambda *_, **__: torch.zeros(2, 3) @ torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        memory.update()
+    assert memory.recoveries == []
+
+
+def stepping_updater(name: str) -> tuple[Updater, list[Recovery]]:
+    policy, recoveries = tiny_policy(dtype=torch.float32), list[Recovery]()
+    optimizer = build_optimizer(name, policy.trainable_parameters(), lr=0.01, weight_decay=0.1)
+    settings = updater_of(policy, lr=0.01).settings
+    return Updater(policy, settings, optimizer, on_out_of_memory=recoveries.append), recoveries
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_an_optimizer_that_cannot_make_its_state_is_asked_once_more(
+    monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    (whole, _), (short, recoveries) = stepping_updater(name), stepping_updater(name)
+    micro_batches = pack(random_groups())
+    whole.update(micro_batches, 0)
+    zeros_like = torch.zeros_like
+    step, shortage = short.optimizer.step, Shortage([number])
+
+    def stepping() -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros_like", shortage.given(zeros_like))
+            return step()
+
+    monkeypatch.setattr(short.optimizer, "step", stepping)
+    if name == "adamw_8bit" and number > 2:
+        # It makes the state of a parameter when it comes to it: those before it have moved.
+        with pytest.raises(OutOfMemoryFailed):
+            short.update(micro_batches, 0)
+        assert short.is_half_done
+        return
+    short.update(micro_batches, 0)
+    assert recoveries == [Recovery("The memory ran out before an optimizer step; it was tried once more.")]
+    assert bit_equal(weights_of(short.policy), weights_of(whole.policy))
+    states = [optimizer_state(updater.optimizer, updater.parameters) for updater in (short, whole)]
+    assert bit_equal(*states)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("part", ["weights", "moments"])
+def test_an_optimizer_step_that_is_half_taken_is_not_taken_again(
+    monkeypatch: pytest.MonkeyPatch, name: str, part: str
+) -> None:
+    updater, recoveries = stepping_updater(name)
+    micro_batches = pack(random_groups())
+    updater.update(micro_batches, 0)
+    first = next(iter(updater.parameters.values()))
+
+    @torch.no_grad()
+    def half_a_step() -> None:
+        (first if part == "weights" else updater.optimizer.state[first]["exp_avg"]).mul_(0.5)
+        Shortage(ALWAYS).need()
+
+    monkeypatch.setattr(updater.optimizer, "step", half_a_step)
+    with pytest.raises(OutOfMemoryFailed, match=r"^The memory ran out in an optimizer step: lower lora.rank, .*\.$"):
+        updater.update(micro_batches, 1)
+    assert recoveries == []
+    assert updater.is_half_done
+
+
+def test_a_norm_that_cannot_be_taken_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole, _), (short, recoveries) = stepping_updater("adamw"), stepping_updater("adamw")
+    micro_batches = pack(random_groups())
+    whole.update(micro_batches, 0)
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", Shortage([1]).given(clip))
+    short.update(micro_batches, 0)
+    assert len(recoveries) == 1
+    assert bit_equal(weights_of(short.policy), weights_of(whole.policy))
+
+
+def test_a_step_that_never_finds_memory_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    updater, _ = stepping_updater("adamw")
+    before = weights_of(updater.policy)
+    monkeypatch.setattr(updater.optimizer, "step", Shortage(ALWAYS).need)
+    with pytest.raises(OutOfMemoryFailed, match="in an optimizer step"):
+        updater.update(pack(random_groups()), 0)
+    assert bit_equal(weights_of(updater.policy), before)
+
+
+# A sampler that is not quite the policy.
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("truncate", (0.5, 2.0, 1.0)), ("mask", (0.5, 4.0, 1.0))])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_tokens_weigh_what_the_policy_makes_of_them(kind: str, weights: tuple[float, ...], uses: int) -> None:
+    policy = tiny_policy(dtype=torch.float64)
+    true = naive_logprobs(policy, (40, 41), (5, 6, 2), TEMPERATURE)
+    # The policy finds the first token half as likely as the sampler did, the second four times as likely.
+    sampler = (true - torch.tensor([0.5, 4.0, 1.0], dtype=torch.float64).log() - 1e-9).tolist()
+    short = naive_logprobs(policy, (40, 41), (7,), TEMPERATURE)
+    group = group_of((40, 41), [(5, 6, 2), (7,)], (1.0, 0.0), logprobs=[sampler, (short - math.log(10.0)).tolist()])
+    micro_batches = pack([group])
+    last = 2.0 if kind == "truncate" else 0.0  # 10 is outside of [.5, 5]
+    updater = updater_of(policy, sampler_correction=kind, updates_per_rollout=uses)
+    metrics = updater.update(micro_batches, 0)
+    assert metrics["policy/sampler_weight"] == pytest.approx((sum(weights) + last) / 4, abs=1e-6)
+    [micro] = micro_batches
+    weight_BT = torch.tensor([weights, (last, 1.0, 1.0)], dtype=torch.float64)
+    rows = [[*row] for row in micro.rows]
+    weighed = replace(micro, weights_BT=micro.weights_BT * weight_BT[[g for _, g in rows]])
+    expected = gradients_of(updater_of(policy), [weighed])
+    optimizer = updater.optimizer
+    assert isinstance(optimizer, RecordingSGD)
+    for gradients in optimizer.gradients:
+        assert_gradients_close(gradients, expected, 1e-7)
+
+
+def test_the_correction_is_that_of_the_policy_that_sampled() -> None:
+    policy = tiny_policy(dtype=torch.float64)
+    updater = updater_of(policy, lr=0.5, sampler_correction="truncate", updates_per_rollout=2)
+    metrics = updater.update(pack(random_groups(policy)), 0)
+    # Sampler and policy agreed at the first use, so no token weighs other than 1 at the second.
+    assert metrics["policy/sampler_weight"] == pytest.approx(1.0, abs=1e-10)
+    assert metrics["policy/clip_low"] + metrics["policy/clip_high"] > 0, "the policy has moved, or this shows nothing"
+
+
+def test_without_a_correction_there_is_no_metric_of_it() -> None:
+    assert "policy/sampler_weight" not in updater_of(tiny_policy()).update(pack(random_groups()), 0)

@@ -27,16 +27,14 @@ from lowmem_grpo.types import GroupSpan, Problem, SamplingParams, StopReason
 
 __all__ = ["Decoding", "Row", "slot_shape"]
 
-PREFILL_TOKENS = 2048
-"""Prompts are forwarded together up to this many tokens (a longer one goes alone): their activations stay small."""
-
 
 @dataclass(slots=True)
 class Row:
     """One answer being written. `group` is the position of its problem in the call.
 
-    An unfinished row may come with tokens already: they are forwarded behind its prompt (which for such a row is
-    forwarded again, should it have been before), and it goes on from there.
+    An unfinished row may come with tokens already: they are forwarded behind its prompt (which for such rows is
+    forwarded again, should it have been before, and once more where they do not fit into one prefill), and it goes on
+    from there.
     """
 
     group: int
@@ -75,7 +73,12 @@ class Decoding:
     """Rows in slots and rows waiting; owns the keys and values, which go when it goes.
 
     What a row has is `row.tokens` and the keys and values of its slot, nothing else, so a step can start from any
-    length. `stop_reason(row)` says whether a row that has just got a token is finished.
+    length. `stop_reason(row)` says whether a row that has just got a token is finished. Prompts, and the rows that come
+    with tokens, are forwarded together up to `prefill_tokens` (what is longer goes alone): it keeps activations small.
+    `kv_int8` stores keys and values in 8 bits (see `lowmem_grpo.rollout.slots`).
+
+    Where the memory runs out in a step, either every row in a slot has got its token or none has, so the unfinished
+    rows can go on in another Decoding.
     """
 
     def __init__(
@@ -89,12 +92,16 @@ class Decoding:
         seed: int,
         step: int,
         stop_reason: Callable[[Row], StopReason | None],
+        prefill_tokens: int = 2048,
+        kv_int8: bool = False,
     ) -> None:
-        self.kv = KVSlots(shape, policy.dtype, policy.device)
+        on_gpu = torch.device(policy.card.device).type == "cuda"
+        self.kv = KVSlots(shape, policy.dtype, policy.device, int8=kv_int8, on_gpu=on_gpu)
         self.live: list[Row] = []
         """The row in each answer slot in use."""
         self._policy, self._problems, self._sampling = policy, problems, sampling
         self._seed, self._step, self._stop_reason = seed, step, stop_reason
+        self._prefill_tokens = prefill_tokens
         self._waiting = deque(sorted(rows, key=lambda row: row.group))  # groups one after the other, see above
         self._rows_of_group = [0] * len(problems)
         for row in rows:
@@ -132,21 +139,36 @@ class Decoding:
         return next(slot for slot, prompt in enumerate(self._prompts) if prompt.group == group)
 
     def _prefill_batches(self, rows: Sequence[Row], new_groups: set[int]) -> Iterator[dict[int, list[Row]]]:
-        """Group -> rows that come with tokens, for every prompt to forward, cut at PREFILL_TOKENS."""
-        wanted: dict[int, list[Row]] = {}
-        for row in rows:
-            if row.group in new_groups or row.tokens:
-                wanted.setdefault(row.group, []).extend([row] if row.tokens else [])
+        """Group -> rows that come with tokens, for every prompt to forward, cut at `prefill_tokens`."""
         batch: dict[int, list[Row]] = {}
         size = 0
-        for group, written in wanted.items():
-            tokens = len(self._problems[group].prompt_ids) + sum(len(row.tokens) for row in written)
-            if batch and size + tokens > PREFILL_TOKENS:
+        for group, written, tokens in self._prefill_parts(rows, new_groups):
+            if batch and size + tokens > self._prefill_tokens:
                 yield batch
                 batch, size = {}, 0
             batch[group], size = written, size + tokens
         if batch:
             yield batch
+
+    def _prefill_parts(self, rows: Sequence[Row], new_groups: set[int]) -> Iterator[tuple[int, list[Row], int]]:
+        """(group, its rows that come with tokens, tokens with the prompt): a group, or as much of it as fits.
+
+        Two parts of one group never fit into one batch, or they would not have been cut.
+        """
+        wanted: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.group in new_groups or row.tokens:
+                wanted.setdefault(row.group, []).extend([row] if row.tokens else [])
+        for group, written in wanted.items():
+            part: list[Row] = []
+            size = prompt = len(self._problems[group].prompt_ids)
+            for row in written:
+                if part and size + len(row.tokens) > self._prefill_tokens:
+                    yield group, part, size
+                    part, size = [], prompt
+                part.append(row)
+                size += len(row.tokens)
+            yield group, part, size
 
     def _prefill(self, batch: dict[int, list[Row]]) -> None:
         """Forward the prompts of the groups, with the tokens of the rows behind them, into their slots."""

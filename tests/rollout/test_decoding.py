@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowmem_grpo.model import Policy
-from lowmem_grpo.rollout import decoding as decoding_module
 from lowmem_grpo.rollout.decoding import Decoding, Row, slot_shape
 from lowmem_grpo.rollout.slots import SlotShape
 from lowmem_grpo.types import Problem, SamplingParams
@@ -57,7 +56,7 @@ class Schedule:
             answer_tokens=SAMPLING.max_new_tokens,
         )
 
-    def decoding(self, policy: Policy, rows: Sequence[Row] | None = None) -> Decoding:
+    def decoding(self, policy: Policy, rows: Sequence[Row] | None = None, prefill_tokens: int = 2048) -> Decoding:
         return Decoding(
             policy,
             self.problems,
@@ -67,6 +66,7 @@ class Schedule:
             seed=SEED,
             step=STEP,
             stop_reason=lambda row: "length" if len(row.tokens) == self.lengths_P_G[row.group][row.answer] else None,
+            prefill_tokens=prefill_tokens,
         )
 
     def at_once(self) -> Schedule:
@@ -348,16 +348,42 @@ def test_rows_of_one_group_come_with_different_numbers_of_tokens() -> None:
     assert [len(row.tokens) for row in decoding.live] == [1, 6, 3, 5]
 
 
-def test_prompts_with_their_rows_are_cut_into_several_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_with_their_rows_are_cut_into_several_forwards() -> None:
     schedule = MIXED.at_once()
     whole = run(schedule.decoding(policy_of()))
     started = copies(whole, lambda p, g: min(2, schedule.lengths_P_G[p][g] - 1))
     # 3 + 1 + 2, 1 + 2 + 2, 6 + 2 + 2 + 1 and 3 + 2 + 2 tokens.
-    monkeypatch.setattr(decoding_module, "PREFILL_TOKENS", 11)
     with watch_decoder(policy_of()) as calls:
-        rows = run(schedule.decoding(policy_of(), started))
+        rows = run(schedule.decoding(policy_of(), started, prefill_tokens=11))
     assert [shape for shape in calls.shapes if shape[1] > 1] == [(1, 11), (1, 11), (1, 7)]
     assert_same_rows(rows, whole)
+
+
+def test_the_rows_of_one_prompt_are_cut_into_several_forwards_too() -> None:
+    schedule = Schedule(((40, 41, 42), (50,)), ((6, 6, 6, 6), (6, 6)), slots=6, prompt_slots=2)
+    whole = run(schedule.decoding(policy_of()))
+    started = copies(whole, lambda p, g: ((2, 3, 5, 1), (0, 4))[p][g])
+    with watch_decoder(policy_of()) as calls:
+        rows = run(schedule.decoding(policy_of(), started, prefill_tokens=7))
+    # 3 + 2, 3 + 3, 3 + 5 (more than 7, and alone), 3 + 1; the second group 1 + 4.
+    assert calls.shapes[:6] == [(1, 5), (1, 6), (1, 8), (1, 4), (1, 5), (5, 1)]
+    assert [call["input_ids"][0, :3].tolist() for call in calls.inputs[:4]] == [[40, 41, 42]] * 4
+    assert calls.inputs[1]["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert_same_rows(rows, whole)
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_however_prefills_are_cut_rows_go_on_as_if_never_interrupted(data: st.DataObject) -> None:
+    policy, schedule = policy_of("mistral"), data.draw(schedules())
+    whole = run(schedule.at_once().decoding(policy))
+    kept = {key: data.draw(st.integers(0, len(row.tokens) - 1)) for key, row in whole.items()}
+    budget = data.draw(st.integers(1, 30))
+    with watch_decoder(policy) as calls:
+        rows = run(schedule.decoding(policy, copies(whole, lambda p, g: kept[p, g]), prefill_tokens=budget))
+    assert_same_rows(rows, whole)
+    longest = max(len(schedule.prompts[p]) + tokens for (p, _), tokens in kept.items())
+    assert all(length <= max(budget, longest) for rows, length in calls.shapes if rows == 1)
 
 
 # From any length.

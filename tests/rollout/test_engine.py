@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_grpo.errors import DataError, ModelError, RunFailed
+from lowmem_grpo.errors import DataError, ModelError, OutOfMemoryFailed, RunFailed
+from lowmem_grpo.memory.oom import Recovery
 from lowmem_grpo.model import Policy, end_token_ids
 from lowmem_grpo.rollout import SlotEngine, decoding
-from lowmem_grpo.rollout.slots import KVSlots
+from lowmem_grpo.rollout import engine as engine_module
+from lowmem_grpo.rollout.slots import KVSlots, SlotShape
 from lowmem_grpo.types import Group, Rollout, SamplingParams
 from tests.helpers import END_IDS, byte_ids, naive_logprobs, problems_of, script_answer, tiny_policy, watch_decoder
+from tests.shortage import ALWAYS, Shortage
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 
@@ -42,8 +45,8 @@ def watch_slots(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[KVSlots]]:
     """A weak reference to every store of keys and values that is made from now on."""
     stores: list[weakref.ref[KVSlots]] = []
 
-    def watched(*args: Any) -> KVSlots:
-        store = KVSlots(*args)
+    def watched(*args: Any, **options: Any) -> KVSlots:
+        store = KVSlots(*args, **options)
         stores.append(weakref.ref(store))
         return store
 
@@ -102,16 +105,31 @@ def test_each_prompt_is_forwarded_once_per_call(
     assert fed == sum(length - 1 for lengths_G in lengths_of(groups) for length in lengths_G)
 
 
-def test_prompts_are_forwarded_together_up_to_a_number_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
+def test_prompts_are_forwarded_together_up_to_a_number_of_tokens(policy: Policy) -> None:
     problems = problems_of(*((40,) * length for length in (4, 3, 3, 9, 2)))
     whole = SlotEngine(policy, seed=0).generate(problems, 2, SamplingParams(1), step=1)
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 7)
     with watch_decoder(policy) as calls:
-        cut = SlotEngine(policy, seed=0).generate(problems, 2, SamplingParams(1), step=1)
+        cut = SlotEngine(policy, seed=0, prefill_tokens=7).generate(problems, 2, SamplingParams(1), step=1)
     assert calls.shapes == [(1, 7), (1, 3), (1, 9), (1, 2)], "4 + 3 fit, and 9 goes alone"
     assert ids_of(cut) == ids_of(whole)
+
+
+def test_keys_in_8_bits_are_asked_for_and_come(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    dtypes: list[torch.dtype] = []
+    stores = watch_slots(monkeypatch)
+
+    def note(*_: int) -> None:
+        [store] = [store() for store in stores]
+        assert store is not None
+        dtypes.append(store.answers.dtype)
+
+    SlotEngine(policy, seed=0, kv_int8=True).generate(problems_of((40, 41)), 2, SamplingParams(1), step=1)
+    stores.clear()
+    for kv_int8 in (False, True):
+        engine = SlotEngine(policy, seed=0, kv_int8=kv_int8)
+        engine.generate(problems_of((40, 41)), 2, SamplingParams(1), step=1, on_progress=note)
+        stores.clear()
+    assert dtypes == [torch.float32, torch.int8]
 
 
 def test_finished_rows_leave_at_once(policy: Policy) -> None:
@@ -440,6 +458,228 @@ def test_an_exception_comes_through_and_leaves_nothing(
     error.__traceback__ = None  # it holds the frames of the call
     assert stores[0]() is None
     assert engine.generate(problems, 3, sampling, step=1) == expected
+
+
+# When the memory runs out.
+
+
+OOM_PROBLEMS = problems_of((40, 41, 42), (60,), (50, 51, 52, 53), (70, 71))
+OOM_SAMPLING = SamplingParams(9)
+
+
+def needing(patch: pytest.MonkeyPatch, policy: Policy, place: str, shortage: Shortage) -> None:
+    """Let the shortage strike where the engine asks for memory."""
+    owner, name = {
+        "slots": (decoding, "KVSlots"),
+        "forward": (policy, "hidden_states"),
+        "head": (policy, "logits"),
+        "sampling": (decoding, "sample_tokens"),
+        "moving": (KVSlots, "move_answer"),
+    }[place]
+    patch.setattr(owner, name, shortage.given(getattr(owner, name)))
+
+
+def sampled(engine: SlotEngine, **callbacks: Any) -> list[Group]:
+    return engine.generate(OOM_PROBLEMS, 4, OOM_SAMPLING, step=1, **callbacks)
+
+
+def assert_same_groups(groups: Sequence[Group], expected: Sequence[Group]) -> None:
+    assert ids_of(groups) == ids_of(expected)
+    for group, other in zip(groups, expected, strict=True):
+        for rollout, twin in zip(group.rollouts, other.rollouts, strict=True):
+            assert (rollout.text, rollout.stop_reason) == (twin.text, twin.stop_reason)
+            assert rollout.sampler_logprobs_T == pytest.approx(twin.sampler_logprobs_T, abs=1e-10)
+
+
+@pytest.fixture(scope="module")
+def policy64() -> Policy:
+    return tiny_policy("gemma3_text", torch.float64, end_ids=END_IDS)
+
+
+@pytest.mark.parametrize("place", ["slots", "forward", "head", "sampling", "moving"])
+def test_answers_are_the_same_wherever_the_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy, place: str
+) -> None:
+    # A collection takes longer than all the rest, and what the failed call held has to be gone without one.
+    monkeypatch.setattr(engine_module, "release_memory", lambda _: None)
+    whole, counter = sampled(SlotEngine(policy64, seed=0, max_concurrent=6)), Shortage()
+    with monkeypatch.context() as patch:
+        needing(patch, policy64, place, counter)
+        sampled(SlotEngine(policy64, seed=0, max_concurrent=6))
+    assert counter.calls >= (1 if place == "slots" else 6)
+    for number in range(1, counter.calls + 1):
+        handed: list[int] = []
+        recoveries: list[Recovery] = []
+        engine = SlotEngine(policy64, seed=0, max_concurrent=6, on_out_of_memory=recoveries.append)
+        with monkeypatch.context() as patch:
+            shortage = Shortage([number])
+            needing(patch, policy64, place, shortage)
+            groups = sampled(engine, on_group=lambda index, _, handed=handed: handed.append(index))
+        assert_same_groups(groups, whole)
+        assert sorted(handed) == [0, 1, 2, 3], "each group once"
+        assert (len(shortage.held), len(recoveries)) == (1, 1)
+        assert recoveries[0].lowered == {"max_concurrent": 3}
+        assert (engine.max_concurrent, engine.prefill_tokens) == (3, 2048)
+
+
+@pytest.mark.parametrize("fails", [[1, 2], [1, 4], [3, 4], [2, 5, 9], [2, 3, 4, 5]])
+def test_answers_are_the_same_however_often_the_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy, fails: list[int]
+) -> None:
+    whole = sampled(SlotEngine(policy64, seed=0))
+    recoveries: list[Recovery] = []
+    engine = SlotEngine(policy64, seed=0, max_concurrent=12, on_out_of_memory=recoveries.append)
+    with monkeypatch.context() as patch:
+        needing(patch, policy64, "forward", Shortage(fails))
+        assert_same_groups(sampled(engine), whole)
+    expected = [{"max_concurrent": 6}, {"max_concurrent": 3}, {"max_concurrent": 1}, {"prefill_tokens": 1024}]
+    assert [recovery.lowered for recovery in recoveries] == expected[: len(fails)]
+
+
+def test_nothing_is_sampled_twice_and_what_was_sampled_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy(dtype=torch.float64, end_ids=[2])
+    tokens, drawn, draw = [0], list[int](), decoding.sample_tokens
+    monkeypatch.setattr(
+        decoding, "sample_tokens", lambda logits, *more: drawn.append(len(logits)) or draw(logits, *more)
+    )
+    needing(monkeypatch, policy, "forward", Shortage([4]))
+    with watch_decoder(policy) as calls:
+        groups = SlotEngine(policy, seed=0).generate(
+            problems_of((40, 41, 42), (50, 51)),
+            2,
+            SamplingParams(6),
+            step=1,
+            on_progress=lambda *counts: tokens.append(counts[2]),
+        )
+    assert lengths_of(groups) == [[6, 6], [6, 6]]
+    # The third decode fails. Of four rows two go on at once, and two when those are done.
+    assert drawn == [4, 4, 4, *[2] * 6]
+    assert tokens == [0, 4, 8, 12, 12, 14, 16, 18, 20, 22, 24], "none is lost on the way"
+    begun = [[rollout.completion_ids[:3] for rollout in group.rollouts] for group in groups]
+    assert calls.shapes == [(1, 5), (4, 1), (4, 1), (1, 9), (2, 1), (2, 1), (1, 8), (2, 1), (2, 1)]
+    assert calls.inputs[3]["input_ids"].tolist() == [[40, 41, 42, *begun[0][0], *begun[0][1]]]
+    assert calls.inputs[6]["input_ids"].tolist() == [[50, 51, *begun[1][0], *begun[1][1]]]
+
+
+def test_rows_that_go_on_are_prefilled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy(dtype=torch.float64, end_ids=[2])
+    problems, sampling = problems_of((40, 41, 42), (50, 51)), SamplingParams(8)
+    whole = SlotEngine(policy, seed=0).generate(problems, 4, sampling, step=1)
+    assert lengths_of(whole) == [[8] * 4] * 2
+    needing(monkeypatch, policy, "forward", Shortage([6]))
+    with watch_decoder(policy) as calls:
+        engine = SlotEngine(policy, seed=0, prefill_tokens=14)
+        assert_same_groups(engine.generate(problems, 4, sampling, step=1), whole)
+    prefills = [shape for shape in calls.shapes if shape[1] > 1]
+    # The prompts; then 3 + 5 + 5 and, with the prompt again, 3 + 5 + 5; the second group 2 + 5 + 5 twice as well.
+    assert prefills == [(1, 5), (1, 13), (1, 13), (1, 12), (1, 12)]
+
+
+@pytest.mark.parametrize("place", ["slots", "forward", "moving"])
+def test_the_old_keys_and_values_are_gone_before_there_are_new_ones(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy, place: str
+) -> None:
+    stores = watch_slots(monkeypatch)
+    shortage = Shortage([2])
+    make = decoding.KVSlots
+
+    def checked(*args: Any, **options: Any) -> KVSlots:
+        assert [store() for store in stores if store() is not None] == []
+        return make(*args, **options)
+
+    monkeypatch.setattr(decoding, "KVSlots", checked)
+    needing(monkeypatch, policy64, "forward" if place == "slots" else place, Shortage([2]))
+    if place == "slots":
+        needing(monkeypatch, policy64, "slots", shortage)
+    sampled(SlotEngine(policy64, seed=0, max_concurrent=6))
+    assert len(stores) == 2
+
+
+def test_only_unfinished_rows_get_slots_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy(end_ids=[2])
+    script = {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 5, (1, 1): 5, (1, 2): 5}
+    monkeypatch.setattr(
+        SlotEngine,
+        "_stop_reason",
+        lambda _, row, __: "length" if len(row.tokens) == script[row.group, row.answer] else None,
+    )
+    shapes: list[SlotShape] = []
+    make = decoding.KVSlots
+    monkeypatch.setattr(
+        decoding, "KVSlots", lambda shape, *rest, **more: shapes.append(shape) or make(shape, *rest, **more)
+    )
+    needing(monkeypatch, policy, "forward", Shortage([3]))
+    engine = SlotEngine(policy, seed=0, max_concurrent=6)
+    engine.generate(problems_of((40,) * 9, (50, 51)), 3, SamplingParams(5), step=1)
+    assert [(s.slots, s.prompt_slots, s.prompt_tokens, s.answer_tokens) for s in shapes] == [(6, 2, 9, 5), (3, 1, 2, 5)]
+
+
+def test_the_limit_is_kept_for_the_next_calls_and_the_callback_hears_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy
+) -> None:
+    recoveries: list[Recovery] = []
+    engine = SlotEngine(policy64, seed=0, on_out_of_memory=recoveries.append)
+    with monkeypatch.context() as patch:
+        needing(patch, policy64, "slots", Shortage([1]))
+        sampled(engine)
+    assert engine.max_concurrent == 8
+    assert recoveries == [
+        Recovery(
+            "The memory ran out with 16 answers decoding at once; the 16 unfinished ones keep their tokens and go on, "
+            "8 at a time.",
+            {"max_concurrent": 8},
+        )
+    ]
+    stores: list[int] = []
+    make = decoding.KVSlots
+    monkeypatch.setattr(
+        decoding, "KVSlots", lambda shape, *rest, **more: stores.append(shape.slots) or make(shape, *rest, **more)
+    )
+    sampled(engine)
+    assert (stores, len(recoveries)) == ([8], 1)
+
+
+@pytest.mark.parametrize("place", ["slots", "forward", "head", "sampling"])
+def test_a_memory_too_small_for_one_answer_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy, place: str
+) -> None:
+    recoveries: list[Recovery] = []
+    engine = SlotEngine(policy64, seed=0, max_concurrent=6, prefill_tokens=1000, on_out_of_memory=recoveries.append)
+    needing(monkeypatch, policy64, place, Shortage(ALWAYS))
+    with pytest.raises(OutOfMemoryFailed) as caught:
+        sampled(engine)
+    assert str(caught.value) == (
+        "The memory does not suffice to sample one answer at a time: lower rollout.max_new_tokens (now 9) or "
+        "data.max_prompt_tokens (the longest prompt here has 4 tokens)."
+    )
+    assert caught.value.__context__ is None, "it would hold the frames that hold the tensors"
+    assert [recovery.lowered for recovery in recoveries] == [
+        {"max_concurrent": 3},
+        {"max_concurrent": 1},
+        {"prefill_tokens": 500},
+        {"prefill_tokens": 256},
+    ]
+
+
+def test_a_prefill_that_was_small_already_is_not_lowered(monkeypatch: pytest.MonkeyPatch, policy64: Policy) -> None:
+    engine = SlotEngine(policy64, seed=0, max_concurrent=1, prefill_tokens=100)
+    needing(monkeypatch, policy64, "forward", Shortage(ALWAYS))
+    with pytest.raises(OutOfMemoryFailed):
+        sampled(engine)
+    assert (engine.max_concurrent, engine.prefill_tokens) == (1, 100)
+
+
+def test_other_errors_and_those_of_callbacks_are_not_taken_for_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, policy64: Policy
+) -> None:
+    recoveries: list[Recovery] = []
+    engine = SlotEngine(policy64, seed=0, on_out_of_memory=recoveries.append)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):  # a reward model on the card, say
+        sampled(engine, on_group=Shortage([1]).need)
+    monkeypatch.setattr(policy64, "logits", lambda _: torch.zeros(2, 3) @ torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        sampled(engine)
+    assert (recoveries, engine.max_concurrent) == ([], None)
 
 
 # What is refused.
