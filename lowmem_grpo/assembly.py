@@ -10,7 +10,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from lowmem_grpo.catalog import (
 )
 from lowmem_grpo.catalog.folder import context_length
 from lowmem_grpo.catalog.progress import download_bar
+from lowmem_grpo.catalog.shapes import model_shape
 from lowmem_grpo.config import Config, LoadedConfig
 from lowmem_grpo.data import (
     DataSpec,
@@ -44,13 +46,18 @@ from lowmem_grpo.data import (
 )
 from lowmem_grpo.errors import ConfigError, DataError
 from lowmem_grpo.losses import check_loss_options
+from lowmem_grpo.memory.cap import AllocatorSetup, configure_allocator
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
+from lowmem_grpo.planning.budget import KV_ITEM
+from lowmem_grpo.planning.choosing import Choice, choose
+from lowmem_grpo.planning.planner import check_fits, configured_budget
+from lowmem_grpo.planning.workload import Workload, fixed_settings, workload_of
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
 from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
 from lowmem_grpo.rollout import RolloutEngine, SlotEngine, SlotShape
 from lowmem_grpo.tasks import TASKS
-from lowmem_grpo.types import Card, RunInfo, SamplingParams
+from lowmem_grpo.types import Card, MemorySettings, RunInfo, SamplingParams
 
 __all__ = [
     "Parts",
@@ -63,18 +70,20 @@ __all__ = [
     "run_info",
     "sha256_of",
     "with_absolute_paths",
+    "with_memory",
 ]
 
 
 EVAL_KV_BYTES = 256 << 20
-"""An evaluation decodes as many rows at once as training does, or more where their keys and values fit into this."""
+"""What an evaluation may use for keys and values beside those of training, where there is room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
     """Everything about a run that needs no model: checked config, loaded rewards, read rows, known card and model.
 
-    `warnings` are sentences for the user. `close` ends the worker processes of the rewards.
+    `allocator` is how the memory of the card is handed out, `warnings` are sentences for the user. `close` ends the
+    worker processes of the rewards.
     """
 
     config: Config
@@ -88,6 +97,7 @@ class Preflight:
     data_spec: DataSpec
     advantage_options: Mapping[str, Any]
     loss_options: Mapping[str, Any]
+    allocator: AllocatorSetup
     warnings: tuple[str, ...]
 
     def close(self) -> None:
@@ -98,8 +108,13 @@ class Preflight:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The live parts: the policy, its samplers, and the data as problems. `steps` is the length of the run."""
+    """The live parts: the policy, its samplers, and the data as problems. `steps` is the length of the run.
 
+    `workload` is what the run asks of the card, `choice` how it is made to fit.
+    """
+
+    workload: Workload
+    choice: Choice
     policy: Policy
     engine: RolloutEngine
     eval_engine: RolloutEngine
@@ -107,6 +122,11 @@ class Parts:
     stream: ProblemStream
     steps: int
     template: Mapping[str, Any]
+
+    @property
+    def memory(self) -> MemorySettings:
+        """How the run fits into memory."""
+        return self.choice.settings
 
 
 def preflight(
@@ -131,6 +151,7 @@ def preflight(
     if model.revision is not None:  # the newest one, found just now: a resume has to load the same weights
         config = Config(**{**config.model_dump(), "model": {**config.model.model_dump(), "revision": model.revision}})
     _check_context(config, model)
+    _check_room(config, model, card, dtype)
     data_spec = _data_spec(config)
     metric = evaluation_specs(config, functions or {})
     with contextlib.ExitStack() as opened:
@@ -154,12 +175,16 @@ def preflight(
         data_spec,
         advantage_options,
         loss_options,
+        configure_allocator(card),
         warnings,
     )
 
 
-def assemble(checked: Preflight) -> Parts:
-    """Fetch the model where needed, load it, render and split the data. Raises a UserError with one sentence."""
+def assemble(checked: Preflight, *, goes_on: bool = False) -> Parts:
+    """Fetch the model where needed, load it, render and split the data. Raises a UserError with one sentence.
+
+    A run that `goes_on` where less memory is free than where it began takes leaner settings than its own.
+    """
     config, card = checked.config, checked.card
     with download_bar() as progress:
         resolved = resolve_model(config.model.name, revision=config.model.revision, progress=progress)
@@ -167,7 +192,8 @@ def assemble(checked: Preflight) -> Parts:
     needs_gold = checked.rubric.needs_gold or checked.eval_rubric.needs_gold
     data = prepare(checked.raw, checked.data_spec, tokenizer, needs_gold=needs_gold, unusable=_gold_check(checked))
     stream = ProblemStream(data.train, config.rollout.prompts_per_step, config.run.seed)
-    spec = _model_spec(config, resolved, checked.dtype)
+    workload, choice = _fitted(checked, resolved, data, goes_on)
+    spec = _model_spec(config, resolved, checked.dtype, choice.settings)
     continue_from = config.lora.continue_from
     lora = LoraSpec(
         rank=config.lora.rank,
@@ -178,13 +204,19 @@ def assemble(checked: Preflight) -> Parts:
     )
     policy = load_policy(spec, lora, card, tokenizer, attention=config.model.attention)
     steps = config.run.steps or stream.steps_per_epoch * (config.run.epochs or 1)
-    wave = config.rollout.max_concurrent or config.rollout.prompts_per_step * config.rollout.group_size
+    sampler = partial(
+        SlotEngine,
+        policy,
+        seed=config.run.seed,
+        prefill_tokens=choice.settings.prefill_tokens,
+        kv_int8=workload.kv_int8,
+    )
     return Parts(
+        workload=workload,
+        choice=choice,
         policy=policy,
-        engine=SlotEngine(policy, seed=config.run.seed, max_concurrent=wave),
-        eval_engine=SlotEngine(
-            policy, seed=config.run.seed, max_concurrent=max(wave, _eval_rows(policy, config, data))
-        ),
+        engine=sampler(max_concurrent=choice.settings.max_concurrent),
+        eval_engine=sampler(max_concurrent=_eval_rows(policy, checked, choice, data)),
         data=data,
         stream=stream,
         steps=steps,
@@ -192,17 +224,50 @@ def assemble(checked: Preflight) -> Parts:
     )
 
 
-def _eval_rows(policy: Policy, config: Config, data: PreparedData) -> int:
-    """How many held-out problems, each with a prompt of its own, EVAL_KV_BYTES hold at once."""
+def _fitted(checked: Preflight, resolved: ResolvedModel, data: PreparedData, goes_on: bool) -> tuple[Workload, Choice]:
+    """What the run asks of the card, now that its longest prompt is known, and the settings under which it fits.
+
+    Raises ConfigError when none do.
+    """
+    config, card = checked.config, checked.card
+    longest = max((len(problem.prompt_ids) for problem in data.train), default=1)
+    shape = model_shape(resolved.config, config.model.name)
+    workload = workload_of(config, shape, card, checked.dtype, longest)
+    budget = configured_budget(config, card)
+    fixed = fixed_settings(config)
+    choice = choose(workload, budget, fixed)
+    if goes_on and not choice.fits:
+        fixed = {}
+        choice = choose(workload, budget)
+    check_fits(workload, choice, budget, fixed)
+    return workload, choice
+
+
+def with_memory(config: Config, settings: MemorySettings) -> Config:
+    """The config with the settings that were chosen written out, so that a run that goes on keeps them."""
+    chosen = asdict(settings)
+    rows = chosen.pop("max_concurrent")
+    values = config.model_dump()
+    return Config(
+        **{**values, "memory": {**values["memory"], **chosen}, "rollout": {**values["rollout"], "max_concurrent": rows}}
+    )
+
+
+def _eval_rows(policy: Policy, checked: Preflight, choice: Choice, data: PreparedData) -> int:
+    """How many held-out problems, each with a prompt of its own, are answered at once: as many as have room where
+    training has its keys and values, and in EVAL_KV_BYTES besides where the plan leaves so much."""
     longest = max((len(problem.prompt_ids) for problem in (*data.dev, *data.test)), default=1)
     row = SlotShape(
         *policy.kv_shape,
         prompt_slots=1,
         prompt_tokens=longest,
         slots=1,
-        answer_tokens=config.rollout.max_new_tokens,
+        answer_tokens=checked.config.rollout.max_new_tokens,
     )
-    return EVAL_KV_BYTES // row.bytes(policy.dtype)
+    estimate, budget = choice.estimate, configured_budget(checked.config, checked.card)
+    training = sum(item.bytes for item in estimate.items if item.name == KV_ITEM)
+    spare = budget - estimate.phase_bytes("rollout")
+    return max(1, (training + max(0, min(spare, EVAL_KV_BYTES))) // row.bytes(policy.dtype))
 
 
 def load_trained(config: Config, adapter: Path) -> tuple[PeftModel, PreTrainedTokenizerBase]:
@@ -212,7 +277,8 @@ def load_trained(config: Config, adapter: Path) -> tuple[PeftModel, PreTrainedTo
     with download_bar() as progress:
         resolved = resolve_model(config.model.name, revision=config.model.revision, progress=progress)
     with quiet_loading():
-        model = PeftModel.from_pretrained(load_base(_model_spec(config, resolved, dtype), card), adapter)
+        spec = _model_spec(config, resolved, dtype, MemorySettings(max_concurrent=1))
+        model = PeftModel.from_pretrained(load_base(spec, card), adapter)
     return model.eval(), load_tokenizer(resolved.path)
 
 
@@ -313,6 +379,7 @@ def environment(checked: Preflight) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "compute_dtype": checked.dtype,
         "threads": torch.get_num_threads(),
+        "allocator": checked.allocator.to_json(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "git_revision": _git_revision(),
         "command": sys.argv,
@@ -343,7 +410,7 @@ def _data_spec(config: Config) -> DataSpec:
     )
 
 
-def _model_spec(config: Config, resolved: ResolvedModel, dtype: str) -> ModelSpec:
+def _model_spec(config: Config, resolved: ResolvedModel, dtype: str, memory: MemorySettings) -> ModelSpec:
     return ModelSpec(
         path=resolved.path,
         base_name=str(resolved.path) if resolved.origin != "hub" else resolved.name,
@@ -352,7 +419,10 @@ def _model_spec(config: Config, resolved: ResolvedModel, dtype: str) -> ModelSpe
         prequantized=resolved.quantized,
         weights=config.model.weights,
         compute_dtype=dtype,
-        activation_checkpointing=config.memory.activation_checkpointing,
+        activation_checkpointing=memory.activation_checkpointing,
+        offload_activations=memory.offload_activations,
+        offload_embeddings=memory.offload_embeddings,
+        mlp_tile_tokens=memory.mlp_tile_tokens,
     )
 
 
@@ -375,6 +445,13 @@ def _check_context(config: Config, model: ModelInfo) -> None:
             f"{config.rollout.max_new_tokens} together exceed the context of {config.model.name}, {context} tokens; "
             "lower one of them."
         )
+
+
+def _check_room(config: Config, model: ModelInfo, card: Card, dtype: str) -> None:
+    """Refuse, before anything is fetched, what would not fit even with the shortest prompt."""
+    workload = workload_of(config, model_shape(model.config, config.model.name), card, dtype, prompt_tokens=1)
+    budget = configured_budget(config, card)
+    check_fits(workload, choose(workload, budget), budget, {})
 
 
 def _check_attention(config: Config, card: Card, dtype: str) -> None:

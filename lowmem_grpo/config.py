@@ -205,7 +205,9 @@ class RolloutConfig(_Section):
     stop: tuple[Text, ...] = ()
     """Strings that end an answer once its text contains one."""
     max_concurrent: Positive | None = None
-    """Answers decoded at once, each in a slot that is filled again when it ends; null is all of a step."""
+    """Answers decoded at once, each in a slot that is filled again when it ends; null is as many as fit."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """Keys and values of the sampler: in the compute dtype (`auto`), or in 8 bits, which samples a bit differently."""
 
     @field_validator("group_size")
     @classmethod
@@ -243,26 +245,38 @@ class AlgorithmConfig(_Section):
     """Weight of the KL penalty towards the start of the run; 0 saves the reference pass."""
     updates_per_rollout: Positive = 1
     """Optimizer steps on each batch of answers."""
+    sampler_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """How a sampler that differs from the policy is corrected; `auto` is `truncate` with int8 keys, else `none`."""
     skip_dead_groups: Flag = True
     """Leave groups whose answers all scored the same out of the update: the gradient is the same, the work less."""
 
 
 class MemoryConfig(_Section):
-    """What is traded for memory; none of it changes the gradient."""
+    """What is traded for memory; none of it changes the gradient. What is null is chosen from the plan."""
 
-    micro_batch_tokens: Positive = 2048
+    budget_gib: Annotated[Float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Memory that the run may use, in GiB; `auto` is what is free on the card when it starts."""
+    prefill_tokens: Positive | None = None
+    """Prompt tokens forwarded at once before answers are sampled; a longer prompt goes alone."""
+    micro_batch_tokens: Positive | None = None
     """Tokens of one forward and backward pass of the update; a group that exceeds it is split."""
-    activation_checkpointing: Flag = True
+    activation_checkpointing: Flag | None = None
     """Recompute a layer's activations in the backward pass rather than keep them."""
-    head_chunk_tokens: Positive = 256
+    offload_activations: Flag | None = None
+    """Keep what the layers need for the recomputation in host memory."""
+    offload_embeddings: Flag | None = None
+    """Keep the input embedding in host memory, where the head has weights of its own."""
+    head_chunk_tokens: Positive | None = None
     """Tokens whose logits over the whole vocabulary exist at once."""
+    mlp_tile_tokens: Count | None = None
+    """Tokens that go through an MLP at once; 0 is all of them."""
 
 
 class OptimConfig(_Section):
     """The optimizer of the adapter weights."""
 
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Optimizer; `adamw_8bit` keeps its two moments in 8 bits."""
     lr: Annotated[Float, Field(ge=0)] = 1e-4
     """Learning rate; 1e-5 to 2e-4 is usual for LoRA."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -321,7 +335,7 @@ class RunConfig(_Section):
     completions_cap_mb: Positive = 512
     """Size at which completions.jsonl drops its oldest part."""
     self_checks: Flag = True
-    """Prove at the first step that teaches something that adapter, reference and sampler do what they should."""
+    """Try the longest prompt and answers first; prove at the first live step that all parts do what they should."""
     sinks: tuple[SinkName, ...] = ("jsonl", "console", "picture")
     """Where metrics go: the files of the run folder, the terminal, and at the end a picture, report.png."""
 
@@ -434,9 +448,7 @@ class FieldDoc(NamedTuple):
 RESUME_KEYS = (
     "device",
     "rollout.max_concurrent",
-    "memory.micro_batch_tokens",
-    "memory.activation_checkpointing",
-    "memory.head_chunk_tokens",
+    "memory",
     "eval.every",
     "eval.patience",
     "run.steps",

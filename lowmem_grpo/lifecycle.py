@@ -17,6 +17,7 @@ from lowmem_grpo.assembly import (
     reward_files,
     run_info,
     sha256_of,
+    with_memory,
 )
 from lowmem_grpo.catalog import ModelInfo
 from lowmem_grpo.catalog.disk import gigabytes
@@ -78,8 +79,6 @@ def resume_run(
     folder = RunDir.open(path)
     with folder.lock(), _checked(_stored_config(folder, overrides), functions) as checked:
         _check_unchanged(folder, checked)
-        if overrides:
-            folder.replace_file(folder.config_path, dump_config(checked.config))
         return folder, _train(folder, checked, resume=True)
 
 
@@ -130,7 +129,9 @@ def _train(folder: RunDir, checked: Preflight, *, resume: bool, force: bool = Fa
     with tee_output(folder.log_path), StatusWriter(folder, steps=checked.config.run.steps or 0) as status:
         sinks = Fanout(make_sinks(checked.config.run.sinks, folder), print)
         print(_model_line(checked.model))
-        parts = assemble(checked)
+        parts = assemble(checked, goes_on=resume)
+        # What was chosen is part of the run: it goes on like that, on whatever card.
+        folder.replace_file(folder.config_path, dump_config(with_memory(checked.config, parts.memory)))
         trainer = Trainer(checked, parts, folder, sinks, status)
         warnings, notes = [*checked.warnings, *parts.data.report.warnings], []
         if resume:

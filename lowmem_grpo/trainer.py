@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,18 +23,22 @@ import torch
 from lowmem_grpo import checkpoint
 from lowmem_grpo.advantages import ESTIMATORS, is_dead_P
 from lowmem_grpo.assembly import Parts, Preflight, run_info, sampling_params
-from lowmem_grpo.batching import pack_groups, rewards_tensor
+from lowmem_grpo.batching import largest_micro_batch, pack_groups, rewards_tensor
 from lowmem_grpo.checkpoint import TrainState
-from lowmem_grpo.errors import GateStopped, SelfCheckFailed, StopRequested
+from lowmem_grpo.config import Config
+from lowmem_grpo.errors import GateStopped, OutOfMemoryFailed, SelfCheckFailed, StopRequested
 from lowmem_grpo.evaluation import Evaluation
 from lowmem_grpo.files import json_bytes
 from lowmem_grpo.gatekeeper import ask_gate
 from lowmem_grpo.held_out import HeldOut
-from lowmem_grpo.losses import token_weights
+from lowmem_grpo.losses import SamplerCorrection, token_weights
+from lowmem_grpo.memory.oom import Limits, Recovery
 from lowmem_grpo.memory.peak import PeakProbe
 from lowmem_grpo.metrics import rollout_metrics, telling_group
 from lowmem_grpo.optim import build_optimizer, load_optimizer_state, lr_at, optimizer_state
+from lowmem_grpo.planning.timing import estimate_time
 from lowmem_grpo.rewards import Rubric
+from lowmem_grpo.rollout.longest import longest_problems
 from lowmem_grpo.rundir import RunDir, StatusWriter
 from lowmem_grpo.selfcheck import FirstStepCheck, has_a_gradient
 from lowmem_grpo.sinks import Sink
@@ -76,7 +81,9 @@ class Progress:
     """What a checkpoint carries besides tensors.
 
     `seconds` is the time spent so far, `best_score` the best dev score, of the adapter after `best_step`, and `stale`
-    the number of dev scores since then that were no new best.
+    the number of dev scores since then that were no new best. `limits` are the settings that were lowered when the
+    memory ran out, name -> [configured, now]; `peaks` the measured peak of each phase in bytes, of the trial of the
+    longest prompt and answers as of the steps.
     """
 
     step: int = 0
@@ -90,6 +97,8 @@ class Progress:
     loss_scale: dict[str, Any] | None = None
     said: tuple[str, ...] = ()
     rewards: dict[str, Any] | None = None
+    limits: dict[str, list[int | None]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; `Progress(**values)` reads them back."""
@@ -107,7 +116,9 @@ class Trainer:
         self.held_out = HeldOut(checked, parts, run_dir, sinks)
         self.sampling = sampling_params(config)
         self.updater = self._build_updater()
+        self.limits = self._watch_memory()
         self.progress = Progress()
+        self._step = 0  # the step in work, or the last one
         self._saved_step = 0
         self.stop = StopFlag()
         self._probe = PeakProbe(self.policy.device)
@@ -118,9 +129,10 @@ class Trainer:
 
     def train_step(self, step: int) -> StepReport:
         """One update: sample, score, compare inside each group, push the policy. `step` counts from 1."""
+        self._step = step
         problems = self.parts.stream.at(step - 1)
         with self.checked.rubric.scoring(len(problems)) as scoring:
-            with self._measured() as rollout:  # a group is scored while the others are still being written
+            with self._measured("rollout") as rollout:  # a group is scored while the others are still being written
                 self.engine.generate(
                     problems,
                     self.config.rollout.group_size,
@@ -129,7 +141,7 @@ class Trainer:
                     on_progress=self._show_rollout,
                     on_group=scoring.add,
                 )
-            with self._measured() as waiting:
+            with self._measured("reward") as waiting:
                 scored = scoring.result()
         rewards_P_G, lengths_P_G = rewards_tensor(scored)
         dead_P = is_dead_P(rewards_P_G)
@@ -138,19 +150,24 @@ class Trainer:
         )
         sample = telling_group(scored, advantages_P_G, dead_P)
         self.sinks.sample(step, *sample)
-        with self._measured() as update:
-            micro_batches = pack_groups(
+        with self._measured("update") as update:
+            pack = partial(
+                pack_groups,
                 scored,
                 advantages_P_G,
                 ~rewards_P_G.isnan(),
                 self._in_update(dead_P),
                 self._token_weights,
-                micro_batch_tokens=self.config.memory.micro_batch_tokens,
                 device=self.policy.device,
             )
-            updates_per_step = self.config.algorithm.updates_per_rollout
+            micro_batches = pack(micro_batch_tokens=self.updater.micro_batch_tokens)
             check = self._first_step_check(micro_batches)
-            update_metrics = self.updater.update(micro_batches, (step - 1) * updates_per_step, self._show_update)
+            update_metrics = self.updater.update(
+                micro_batches,
+                (step - 1) * self.config.algorithm.updates_per_rollout,
+                self._show_update,
+                repack=lambda tokens: pack(micro_batch_tokens=tokens),
+            )
             if check is not None:
                 self._heed_check(step, check, update_metrics)
         write_groups(self.run_dir, step, scored, advantages_P_G.tolist())
@@ -165,6 +182,7 @@ class Trainer:
             "speed/rollout_tokens_per_s": lengths_P_G.sum().item() / max(rollout.seconds, 1e-9),
             "memory/rollout_peak_bytes": rollout.peak_bytes,
             "memory/update_peak_bytes": update.peak_bytes,
+            "memory/planned_bytes": max(map(self.planned_bytes, ("rollout", "update"))),
         }
         self._findings(step, metrics)
         return StepReport(step, self.parts.steps, metrics, *sample)
@@ -187,6 +205,9 @@ class Trainer:
                 self.sinks.event(note)
             with self.stop.watching():
                 self.status.update(state="running", step=self.progress.step, steps=self.parts.steps)
+                self._tell_plan()
+                if self.config.run.self_checks:
+                    self._rehearse()
                 if self.progress.step == 0:
                     self._ask_gate(force)
                     self._start_dev_evaluation()
@@ -202,14 +223,25 @@ class Trainer:
             if self._gave_up():
                 break
             self._heed_requests()
-            report = self.train_step(step)
+            report = self._survivable_step(step)
             self.progress.step = step
             report = self._with_dev_score(report)
             self.sinks.step(report)
             self._step_seconds.append(report.metrics["time/step_s"])
+            if step == 1:
+                self._correct_plan(report.metrics["time/step_s"])
             self.status.update(step=step, eta_s=self._eta_s(step))
             if step % self.config.run.checkpoint_every == 0 or step == self.parts.steps or self._gave_up():
                 self.save()
+
+    def _survivable_step(self, step: int) -> StepReport:
+        """`train_step`; where the memory does not suffice for it, what came before is saved."""
+        try:
+            return self.train_step(step)
+        except OutOfMemoryFailed:
+            if not self.updater.is_half_done:
+                self.save()
+            raise
 
     def _heed_requests(self) -> None:
         """At the safe point before a step: stop, save or evaluate when asked to."""
@@ -281,6 +313,7 @@ class Trainer:
         self.progress.skipped_in_a_row = self.updater.skipped_in_a_row
         self.progress.loss_scale = self.updater.scaler.state_dict()
         self.progress.rewards = self.checked.rubric.state()
+        self.progress.limits = self.limits.lowered()
         if self.progress.best_step is None:
             self._write_adapter()
         # The event first, so that the offsets in the checkpoint include its line.
@@ -315,6 +348,14 @@ class Trainer:
             *(Event("damaged checkpoint", "warning", sentence, step) for sentence in damaged),
             *(Event("lost lines", "warning", sentence, step) for sentence in lost),
             Event("resume", "info", f"goes on after step {step}", step),
+            *self._restore_limits(),
+        ]
+
+    def _restore_limits(self) -> list[Event]:
+        """Lower what ran out of memory before the stop, so that it does not do so again."""
+        return [
+            Event("resume", "info", f"goes on with {name}={value}, lowered when the memory ran out", self.progress.step)
+            for name, value in self.limits.restore(self.progress.limits).items()
         ]
 
     def _restore_from(self, state: TrainState) -> list[str]:
@@ -323,7 +364,7 @@ class Trainer:
         load_optimizer_state(self.updater.optimizer, self.updater.parameters, state.optimizer)
         values = dict(state.progress)
         self.progress = Progress(**{**values, "said": tuple(values["said"])})
-        self._saved_step = self.progress.step
+        self._saved_step = self._step = self.progress.step
         self.updater.skipped_in_a_row = self.progress.skipped_in_a_row
         if self.progress.loss_scale:
             self.updater.scaler.load_state_dict(self.progress.loss_scale)
@@ -343,6 +384,52 @@ class Trainer:
         checkpoint.write_adapter(self.run_dir.adapter_dir, self.policy.adapter_state(), self.policy.adapter_config())
 
     # ------------------------------------------------------------------------------------------ gate and self-checks
+
+    def _rehearse(self) -> None:
+        """Try the longest prompt with the longest answers, so that memory runs out now or not at all.
+
+        Nothing is learnt from it. What does not fit is made smaller, as in a step; raises OutOfMemoryFailed when
+        nothing can be.
+        """
+        config, tokens = self.config.rollout, self.parts.workload.prompt_tokens
+        problems = longest_problems(config.prompts_per_step, tokens)
+        repack = partial(
+            largest_micro_batch, problems, config.group_size, config.max_new_tokens, device=self.policy.device
+        )
+        with self._measured("rollout"):
+            self.engine.rehearse(problems, config.group_size, self.sampling)
+        with self._measured("update"):
+            self.updater.rehearse(lambda tokens: [repack(micro_batch_tokens=tokens)])
+        sizes = " and ".join(
+            f"{self.progress.peaks[phase] / 2**30:.2f} GiB in the {phase} "
+            f"(planned {self.planned_bytes(phase) / 2**30:.2f})"
+            for phase in ("rollout", "update")
+        )
+        lengths = f"a prompt of {tokens} tokens with answers of {config.max_new_tokens}"
+        self._event("rehearsal", "info", f"the longest case, {lengths}, took {sizes}")
+
+    def _tell_plan(self) -> None:
+        """How the run is made to fit, and why like that."""
+        choice, workload = self.parts.choice, self.parts.workload
+        estimate = choice.estimate
+        reasons = "".join(f"; {reason}" for reason in choice.reasons)
+        self._event(
+            "plan",
+            "info",
+            f"planned peak {estimate.peak_bytes / 2**30:.2f} GiB, in the {estimate.peak_phase}, of "
+            f"{workload.card.memory_bytes / 2**30:.2f} free{reasons}",
+        )
+
+    def _correct_plan(self, seconds: float) -> None:
+        """After the first step: what it took, what was planned, and what the run will take at this pace."""
+        planned = estimate_time(self.parts.workload, self.parts.memory, None)
+        where = "" if planned is None else f" ({planned.step_s:.0f} s were planned, for answers of full length)"
+        minutes = (self.parts.steps - self.progress.step) * seconds / 60
+        self._event("pace", "info", f"the first step took {seconds:.1f} s{where}: {minutes:.0f} min for the others")
+
+    def planned_bytes(self, phase: str) -> int:
+        """The planned peak of a phase, of what is measured: on a GPU without the CUDA context."""
+        return self.parts.choice.estimate.phase_bytes(phase) - self.parts.choice.estimate.context_bytes
 
     def _ask_gate(self, force: bool) -> None:
         """Ask once in the life of a run whether the base's answers leave anything to learn, and tell what was found.
@@ -389,7 +476,7 @@ class Trainer:
             self.policy,
             micro_batches,
             temperature=self.config.rollout.temperature,
-            head_chunk_tokens=self.config.memory.head_chunk_tokens,
+            head_chunk_tokens=self.updater.head_chunk_tokens,
         )
 
     def _heed_check(self, step: int, check: FirstStepCheck, metrics: Mapping[str, float]) -> None:
@@ -421,6 +508,11 @@ class Trainer:
             "dev_score": self.progress.best_score,
             "seconds": self.progress.seconds,
             "peak_memory_bytes": max(self.progress.peak_bytes, self._probe.peak_bytes()),
+            "memory": {
+                "settings": asdict(self.parts.memory),
+                "planned_bytes": {phase: self.planned_bytes(phase) for phase in ("rollout", "update")},
+                "measured_bytes": {phase: self.progress.peaks.get(phase, 0) for phase in ("rollout", "update")},
+            },
             "adapter": str(self.run_dir.adapter_dir),
             "model": self.config.model.name,
             "seed": self.config.run.seed,
@@ -439,7 +531,7 @@ class Trainer:
             loss_options=self.checked.loss_options,
             kl_coef=config.algorithm.kl_coef,
             temperature=config.rollout.temperature,
-            head_chunk_tokens=config.memory.head_chunk_tokens,
+            head_chunk_tokens=self.parts.memory.head_chunk_tokens,
             max_grad_norm=config.optim.max_grad_norm,
             updates_per_rollout=config.algorithm.updates_per_rollout,
             lr_of=lambda update: lr_at(
@@ -449,11 +541,32 @@ class Trainer:
                 schedule=config.optim.schedule,
                 warmup=config.optim.warmup_steps * config.algorithm.updates_per_rollout,
             ),
+            micro_batch_tokens=self.parts.memory.micro_batch_tokens,
+            sampler_correction=_sampler_correction(config),
         )
         optimizer = build_optimizer(
             config.optim.name, parameters, lr=config.optim.lr, weight_decay=config.optim.weight_decay
         )
         return Updater(self.policy, settings, optimizer)
+
+    def _watch_memory(self) -> Limits:
+        """Hear of every recovery from an out-of-memory, and know what was lowered then."""
+        stages: tuple[Any, ...] = self.engine, self.parts.eval_engine, self.updater
+        for stage in stages:
+            stage.on_out_of_memory = self._tell_recovery
+        return Limits(
+            {
+                "rollout.max_concurrent": (self.engine, "max_concurrent"),
+                "memory.prefill_tokens": (self.engine, "prefill_tokens"),
+                "eval.max_concurrent": (self.parts.eval_engine, "max_concurrent"),
+                "eval.prefill_tokens": (self.parts.eval_engine, "prefill_tokens"),
+                "memory.micro_batch_tokens": (self.updater, "micro_batch_tokens"),
+                "memory.head_chunk_tokens": (self.updater, "head_chunk_tokens"),
+            }
+        )
+
+    def _tell_recovery(self, recovery: Recovery) -> None:
+        self.sinks.event(Event("out of memory", "warning", recovery.sentence, self._step, dict(recovery.lowered)))
 
     def _in_update(self, dead_P: torch.Tensor) -> torch.Tensor:
         """Which groups (P,) are forwarded at all: with a KL penalty even one without spread has a gradient."""
@@ -497,13 +610,14 @@ class Trainer:
         self.sinks.progress("update", done, total)
 
     @contextlib.contextmanager
-    def _measured(self) -> Iterator[_Measured]:
+    def _measured(self, phase: str) -> Iterator[_Measured]:
         self._probe.reset()
         measured, start = _Measured(), time.monotonic()
         yield measured
         measured.seconds = time.monotonic() - start
         measured.peak_bytes = self._probe.peak_bytes()
         self.progress.peak_bytes = max(self.progress.peak_bytes, measured.peak_bytes)
+        self.progress.peaks[phase] = max(self.progress.peaks.get(phase, 0), measured.peak_bytes)
 
     def _eta_s(self, step: int) -> float:
         return (self.parts.steps - step) * sum(self._step_seconds) / len(self._step_seconds)
@@ -519,6 +633,14 @@ class Trainer:
 class _Measured:
     seconds: float = 0.0
     peak_bytes: int = 0
+
+
+def _sampler_correction(config: Config) -> SamplerCorrection:
+    """What `auto` is: 8-bit keys and values sample from another policy, anything else does not."""
+    kind = config.algorithm.sampler_correction
+    if kind == "auto":
+        return "truncate" if config.rollout.kv_dtype == "int8" else "none"
+    return kind
 
 
 def _failures(rubric: Rubric) -> float:

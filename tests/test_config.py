@@ -238,7 +238,7 @@ def test_a_missing_section_names_the_key_it_needs(section: str, needed: str) -> 
         ("algorithm.loss=gpso", '`algorithm.loss` must be one of clip, gspo, not "gpso" (nearest: gspo)'),
         ("model.revision=1234567", "`model.revision` must be text or null, not 1234567"),
         ("model.name=", "`model.name` must be text, not null"),
-        ("memory.activation_checkpointing=1", "`memory.activation_checkpointing` must be true or false, not 1"),
+        ("memory.activation_checkpointing=1", "`memory.activation_checkpointing` must be true or false or null, not 1"),
         ("data.args=5", "`data.args` must be a mapping of names to values, not 5"),
         ("data.columns.solution=5", "`data.columns.solution` must be text, not 5"),
         ("rollout.stop=END", '`rollout.stop` must be a list, each entry text, not "END"'),
