@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.api import Run, baseline, evaluate, load, score, train
+    from lowmem_grpo.api import Run, baseline, evaluate, load, plan, score, train
     from lowmem_grpo.config import Config
 
-__all__ = ["Config", "Run", "baseline", "evaluate", "load", "score", "train"]
+__all__ = ["Config", "Run", "baseline", "evaluate", "load", "plan", "score", "train"]
 
 # On some CPUs it asks, at its import, for a package that speeds up what is decoded only once here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

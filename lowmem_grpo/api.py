@@ -1,7 +1,8 @@
-"""The Python API: train, look at a run, load what was trained, evaluate it, try rewards.
+"""The Python API: plan, train, look at a run, load what was trained, evaluate it, try rewards.
 
-from lowmem_grpo import train, load
+from lowmem_grpo import load, plan, train
 
+plan("my.yaml", card="rtx3060-12gb")["fits"]    # before anything is downloaded, for a card that need not be here
 run = train("my.yaml", "run.steps=20", functions={"brevity": lambda completions, **_: [-len(c) for c in completions]})
 run.metrics                     # a pandas DataFrame, one row a step
 run.samples()                   # the answers of the last step, by problem
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Run", "baseline", "evaluate", "load", "score", "train"]
+__all__ = ["Run", "baseline", "evaluate", "load", "plan", "score", "train"]
 
 AnyConfig = Config | Mapping[str, Any] | str | Path
 Functions = Mapping[str, Callable[..., Any]]
@@ -130,6 +131,22 @@ def train(
     except StopRequested as stopped:
         print(stopped)
     return Run(folder, functions)
+
+
+def plan(config: AnyConfig, *overrides: str, card: str | None = None, simulate: bool = False) -> dict[str, Any]:
+    """Whether a run fits and how long it takes, as `lowmem-grpo plan --json` prints it; nothing is downloaded.
+
+    `card` is one that need not be here (`rtx3060-12gb`, or a size as `12gb`), else the one of this machine. Sizes are
+    in bytes: `fits`, `budget_bytes`, `peak_bytes`, `phases`, `items`, `suggestions`, `chosen`, `time` (seconds, hours,
+    kWh) and more. `simulate` also runs one step on fake tensors, which takes up to a minute. Raises UserError for a
+    wrong input.
+    """
+    from lowmem_grpo.catalog import card_named, detect_card
+    from lowmem_grpo.planning.planner import make_plan
+
+    loaded = _loaded(config, overrides, None).config
+    planned_for = card_named(card) if card is not None else detect_card(loaded.device)
+    return make_plan(loaded, planned_for, simulate=simulate).to_json()
 
 
 def baseline(

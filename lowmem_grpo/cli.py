@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table as RichTable
 
-    from lowmem_grpo.types import Event, RunInfo, StepReport
+    from lowmem_grpo.planning.choosing import Suggestion
+    from lowmem_grpo.planning.planner import Plan
+    from lowmem_grpo.types import Card, Event, RunInfo, StepReport
 
 __all__ = ["app", "main"]
 
@@ -88,6 +90,9 @@ Overrides = Annotated[
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run folder, or the name of a run in runs/.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+CardOption = Annotated[
+    str | None, typer.Option(metavar="CARD", help="A card, here or not: rtx3060-12gb, or a size such as 12gb.")
+]
 ShowKeys = Annotated[
     bool, typer.Option("--keys", callback=_print_keys, is_eager=True, help="List every key of a config and stop.")
 ]
@@ -128,6 +133,36 @@ def init(
     print(f"Wrote {path}. Look it over, then: lowmem-grpo train {path}")
     if any(name.startswith(REWARD_FILE) for name in rewards):
         print(f"What a good answer is stands in {path.parent / REWARD_FILE}: change my_reward there first.")
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    card: CardOption = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also run one step on fake tensors, which takes up to a minute.")
+    ] = False,
+    as_json: AsJson = False,
+    keys: ShowKeys = False,
+) -> None:
+    """Say whether a run fits and how long it takes.
+
+    Nothing is downloaded and no GPU is needed: with --card the card need not be here, without it the plan is for this
+    machine. Peak memory by phase, time, energy, disk, the settings that a run would choose, and what would save memory.
+    Ends with status 0 also where the run does not fit.
+    """
+    loaded = load_config(config, overrides or [])
+    with _at_work(as_json, lambda: "Interrupted: a plan leaves nothing behind."):
+        from lowmem_grpo.catalog import card_named, detect_card
+        from lowmem_grpo.planning.planner import make_plan
+
+        planned_for = card_named(card) if card is not None else detect_card(loaded.config.device)
+        made = make_plan(loaded.config, planned_for, simulate=simulate)
+    if as_json:
+        _print_json(made.to_json())
+    else:
+        _show_plan(made)
 
 
 @app.command()
@@ -331,6 +366,24 @@ def runs(
         print(f"There are no runs in {root}/ yet; `lowmem-grpo train quickstart` makes one.")
 
 
+@app.command()
+def models(card: CardOption = None, as_json: AsJson = False) -> None:
+    """List the models that are known by name.
+
+    Any other of the same families can be named as owner/name, or as a folder. With --card, or on a machine with a GPU,
+    the list says what fits: a prompt of 256 tokens, 8 answers of 512 and an adapter of rank 16.
+    """
+    with _at_work(as_json, lambda: "Interrupted."):
+        from lowmem_grpo.planning.planner import models_for
+
+        looked_at = _card_or_gpu(card)
+        rows = models_for(looked_at)
+    if as_json:
+        _print_json(rows)
+    else:
+        _show_models(rows, looked_at)
+
+
 # --------------------------------------------------------------------------------------------- running and waiting
 
 
@@ -495,6 +548,147 @@ def _show_scores(result: Mapping[str, Any], texts: Sequence[str]) -> None:
     for label, values in result["functions"].items():
         mean, std = _number(values["mean"]), _number(values["std"])
         print(f"{label}: mean {mean}, spread {std}, {values['failures']} failed, {values['seconds']:.2f} s")
+
+
+# --------------------------------------------------------------------------------------------- plans
+
+
+def _card_or_gpu(named: str | None) -> Card | None:
+    """The card that was named, else the GPU of this machine, None where it has none that can be used."""
+    from lowmem_grpo.catalog import card_named, detect_card
+
+    if named is not None:
+        return card_named(named)
+    try:
+        found = detect_card()
+    except ConfigError:  # a GPU that this torch cannot use; a list of models is no place to complain about it
+        return None
+    return None if found.device == "cpu" else found
+
+
+def _show_plan(plan: Plan) -> None:
+    """The verdict first, then what it rests on."""
+    from lowmem_grpo.catalog.disk import gigabytes
+    from lowmem_grpo.sinks.render import size
+
+    asked = plan.workload
+    print(plan.verdict)
+    if plan.refusal is not None:
+        advice = plan.refusal.advice
+        print(f"{advice[:1].upper()}{advice[1:]}.")
+    print(
+        f"Planned with {asked.group_size} answers of up to {asked.answer_tokens} tokens to each of "
+        f"{asked.prompts_per_step} prompts of up to {asked.prompt_tokens}.\n"
+    )
+    _show(_memory_table(plan))
+    _show_largest(plan)
+    _show_settings(plan)
+    _show_time(plan)
+    print(
+        f"Longest answer that fits, in tokens: {plan.answer_limit or 'none'}; "
+        f"largest group: {plan.group_limit or 'none'}.\n"
+        f"Download: {gigabytes(plan.download_bytes)}; disk, with the run: {gigabytes(plan.disk_bytes)}; "
+        f"host memory: {size(plan.host_ram_bytes)}."
+    )
+    for changes_training, title in ((False, "that leave the training as it is"), (True, "that change the training")):
+        if rows := [_suggestion_row(one) for one in plan.suggestions if one.changes_training == changes_training]:
+            print(f"\nChanges {title}, the best first:")
+            _show(_table(("change", "setting", "saves", "peak then", "fits", "a step"), rows))
+    if asked.card.device == "cpu":
+        print("\nThis is the plan for a CPU; --card rtx3060-12gb, or --card 12gb, plans for a card.")
+
+
+def _memory_table(plan: Plan) -> RichTable:
+    """What is held in each phase, item by item, then the totals; below them what the simulation saw."""
+    from lowmem_grpo.planning.budget import PHASES
+
+    held_in = {"all": PHASES, "steps": PHASES[1:]}
+    rows = []
+    for item in plan.choice.estimate.items:
+        if item.bytes < 0.005 * 2**30:
+            continue  # it would read 0.00
+        phases = held_in.get(item.phase, (item.phase,))
+        rows.append((item.name, *(_gib(item.bytes) if phase in phases else "" for phase in PHASES)))
+    rows.append(("planned peak", *(_gib(plan.choice.estimate.phase_bytes(phase)) for phase in PHASES)))
+    if (simulation := plan.simulation) is not None:
+        context = simulation.context_bytes
+        peaks = [simulation.phases[phase] for phase in PHASES]
+        rows.append(("simulated, allocated", *(_gib(peak.allocated_bytes + context) for peak in peaks)))
+        rows.append(("simulated, reserved", *(_gib(peak.reserved_bytes + context) for peak in peaks)))
+    return _table(("GiB", *PHASES), rows)
+
+
+def _show_largest(plan: Plan) -> None:
+    """The largest allocations at the simulated peak, and the module that made each."""
+    if (simulation := plan.simulation) is None:
+        return
+    print(f"\nThe largest at the simulated peak, in the {simulation.peak_phase}:")
+    largest = simulation.phases[simulation.peak_phase].largest
+    _show(
+        _table(
+            ("MiB", "made by"),
+            [(f"{one.bytes / 2**20:.1f}", one.where.removeprefix("base_model.model.")) for one in largest],
+        )
+    )
+
+
+def _show_settings(plan: Plan) -> None:
+    """The memory settings, which of them the config made, and why the others are not the fastest."""
+    from lowmem_grpo.planning.choosing import key_of
+
+    print()
+    chosen = dataclasses.asdict(plan.choice.settings)
+    by = {name: "the config" if name in plan.fixed else "the plan" for name in chosen}
+    rows = [(key_of(name), json.dumps(value), by[name]) for name, value in chosen.items()]
+    _show(_table(("setting", "value", "chosen by"), rows))
+    for reason in plan.choice.reasons:
+        print(f"  {reason}")
+    print()
+
+
+def _show_time(plan: Plan) -> None:
+    from lowmem_grpo.sinks.render import duration
+
+    if (time := plan.time) is None:
+        print(f"Time: the speed of {plan.workload.card.name} is not known; the first steps of a run will tell.")
+        return
+    phases = f"{time.rollout_s:.1f} s rollout, {time.update_s:.1f} s update"
+    print(f"Time: {time.step_s:.1f} s a step ({phases}), {plan.steps_by_morning} steps in 8 hours.")
+    if time.run_s is not None:
+        energy = "" if time.kwh is None else f" and {time.kwh:.2f} kWh"
+        print(f"The run of {round(time.run_s / time.step_s)} steps: {duration(time.run_s)}{energy}.")
+    print(f"  Assumed: {'; '.join(time.assumptions)}.")
+
+
+def _suggestion_row(one: Suggestion) -> tuple[str, ...]:
+    from lowmem_grpo.sinks.render import size
+
+    extra = "" if one.extra_s_per_step is None else f"{one.extra_s_per_step:+.1f} s"
+    fits = "yes" if one.fits else "no"
+    return one.text, " ".join(one.overrides), size(one.saves_bytes), size(one.peak_bytes), fits, extra
+
+
+def _show_models(rows: Sequence[Mapping[str, Any]], card: Card | None) -> None:
+    from lowmem_grpo.catalog.disk import gigabytes
+    from lowmem_grpo.sinks.render import size
+
+    header = ["model", "parameters", "licence", "download"]
+    cells = [
+        [row["name"], f"{row['parameters'] / 1e9:.2f} B", row["licence"], gigabytes(row["download_bytes"])]
+        for row in rows
+    ]
+    if card is not None:
+        header += [f"fits {card.name}", "peak", "a step"]
+        for line, row in zip(cells, rows, strict=True):
+            step = "" if row["step_s"] is None else f"{row['step_s']:.1f} s"
+            line += ["yes" if row["fits"] else "no", size(row["peak_bytes"]), step]
+    _show(_table(header, cells))
+    if card is None:
+        print("\n`lowmem-grpo models --card rtx3060-12gb`, or `--card 12gb`, says which of them fit.")
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:6.2f}"
 
 
 # --------------------------------------------------------------------------------------------- printing

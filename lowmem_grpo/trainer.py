@@ -477,6 +477,7 @@ class Trainer:
             micro_batches,
             temperature=self.config.rollout.temperature,
             head_chunk_tokens=self.updater.head_chunk_tokens,
+            exact_sampler=not self.parts.workload.kv_int8,
         )
 
     def _heed_check(self, step: int, check: FirstStepCheck, metrics: Mapping[str, float]) -> None:

@@ -1,6 +1,7 @@
 """Planner against simulator: peaks by arithmetic beside those of the real code on fake tensors.
 
-    scripts/bench_plan.py [--json] [--pairs 0 3 ...]
+    scripts/bench_plan.py [--json] [--pairs 0 3 ...]    planned against simulated
+    scripts/bench_plan.py --cards                       the README's table: what fits on which card, minutes a step
 
 Ten models from 0.5B to 32B, each with lengths and a card of its own, under the settings that the planner chooses there.
 What is compared is what either says on top of the frozen weights and the CUDA context, which both get from the same
@@ -22,6 +23,7 @@ from lowmem_grpo.catalog import card_named, compute_dtype, shape_of
 from lowmem_grpo.planning.budget import PHASES
 from lowmem_grpo.planning.choosing import budget_bytes, choose
 from lowmem_grpo.planning.simulate import simulate
+from lowmem_grpo.planning.timing import estimate_time
 from lowmem_grpo.planning.workload import Workload
 
 PAIRS = (
@@ -67,12 +69,50 @@ def compare(model: str, prompt: int, answer: int, card_name: str) -> dict[str, A
     }
 
 
+CARDS = ("rtx3060laptop-6gb", "rtx4060-8gb", "rtx3060-12gb", "rtx4060ti-16gb", "rtx3090-24gb")
+MODELS = (
+    "qwen2.5-0.5b-instruct",
+    "qwen2.5-1.5b-instruct",
+    "llama-3.2-3b-instruct",
+    "qwen3-4b",
+    "qwen2.5-7b-instruct",
+    "llama-3.1-8b-instruct",
+    "qwen2.5-14b-instruct",
+    "qwen2.5-32b-instruct",
+)
+
+
+def card_table() -> None:
+    """A row a model: minutes a step on each card, and both peaks on the smallest that holds it.
+
+    A step is 4 prompts of 256 tokens with 8 answers of 512 each, an adapter of rank 16, and AdamW in 8 bits.
+    """
+    print(f"| model | {' | '.join(CARDS)} | tightest: planned | simulated |\n|{'---|' * (len(CARDS) + 3)}")
+    for model in MODELS:
+        cells, tightest = [], ""
+        for name in CARDS:
+            card = card_named(name)
+            dtype, _ = compute_dtype(card)
+            workload = Workload(shape_of(model), card, dtype, True, False, 16, None, "adamw_8bit", 4, 8, 256, 512)
+            choice = choose(workload, budget_bytes(card, None))
+            time_needed = estimate_time(workload, choice.settings, None)
+            cells.append(f"{time_needed.step_s / 60:.1f}" if choice.fits and time_needed else "-")
+            if choice.fits and not tightest:
+                simulated = simulate(workload, choice.settings)
+                planned = choice.estimate.peak_bytes
+                tightest = f"{planned / 2**30:.2f} GiB | {simulated.peak_bytes / 2**30:.2f} GiB"
+        print(f"| {model} | {' | '.join(cells)} | {tightest} |", flush=True)
+
+
 def main() -> None:
     """Compare the pairs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--pairs", type=int, nargs="*", default=range(len(PAIRS)), help="numbers of pairs to compare")
+    parser.add_argument("--cards", action="store_true", help="print the README's table instead")
     options = parser.parse_args()
+    if options.cards:
+        return card_table()
     rows = []
     for number in options.pairs:
         rows.append(row := compare(*PAIRS[number]))

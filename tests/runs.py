@@ -51,6 +51,8 @@ REWARD = '''def letters(completions, **columns):
 '''
 TIMED = ("time/", "memory/", "speed/")
 """Metrics that differ from run to run."""
+MEASURED = ("resume", "plan", "rehearsal", "pace")
+"""Events that do."""
 
 
 # --------------------------------------------------------------------------------------------- what a run is made of
@@ -143,15 +145,15 @@ def outcome(path: Path) -> Outcome:
     return Outcome(
         adapter=_files(run_dir.adapter_dir),
         checkpoint={name: data for name, data in _files(newest).items() if name != "state.json"},
-        progress={name: value for name, value in progress.items() if name not in ("seconds", "peak_bytes")},
+        progress={name: value for name, value in progress.items() if name not in ("seconds", "peak_bytes", "peaks")},
         metrics=[_untimed(row) for row in run_dir.read("metrics")],
         completions=b"".join(part.read_bytes() for part in parts if part.exists()),
         problems=run_dir.stream_path("problems").read_bytes(),
-        events=[(r["step"], r["kind"], r["message"]) for r in run_dir.read("events") if r["kind"] != "resume"],
+        events=[(r["step"], r["kind"], r["message"]) for r in run_dir.read("events") if r["kind"] not in MEASURED],
         report={
             name: value
             for name, value in (run_dir.read_report() or {}).items()
-            if name not in ("seconds", "peak_memory_bytes", "adapter", "findings")
+            if name not in ("seconds", "peak_memory_bytes", "memory", "adapter", "findings")
         },
     )
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lowmem_grpo import catalog
-from lowmem_grpo.catalog import CARDS, card_named, smallest_card
+from lowmem_grpo.catalog import CARDS, card_named
 from lowmem_grpo.errors import ConfigError
 from lowmem_grpo.types import Card
 
@@ -141,33 +139,3 @@ def test_cards_by_size_are_as_slow_as_the_slowest(text: str, name: str, gib: flo
 def test_unknown_cards(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         card_named(text)
-
-
-@pytest.mark.parametrize(
-    ("gib", "slug"),
-    [
-        (0, "rtx3060laptop-6gb"),
-        (5.7, "rtx3060laptop-6gb"),
-        (5.8, "rtx4060-8gb"),
-        (11.6, "rtx3060-12gb"),
-        (11.7, "rtx4060ti-16gb"),
-        (15, "rtx4060ti-16gb"),
-        (20, "rtx3090-24gb"),
-        (30, "rtx5090-32gb"),
-        (60, "a100-80gb"),
-        (139, None),
-    ],
-)
-def test_smallest_card(gib: float, slug: str | None) -> None:
-    assert smallest_card(int(gib * GIB)) == slug
-
-
-@given(st.integers(0, 150 * GIB))
-def test_smallest_card_holds_it_and_no_smaller_one_does(needed_bytes: int) -> None:
-    slug = smallest_card(needed_bytes)
-    if slug is None:
-        assert all(spec.usable_bytes < needed_bytes for spec in CARDS.values())
-        return
-    assert CARDS[slug].usable_bytes >= needed_bytes
-    smaller = (spec for spec in CARDS.values() if spec.memory_gib < CARDS[slug].memory_gib)
-    assert all(spec.usable_bytes < needed_bytes for spec in smaller)

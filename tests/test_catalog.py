@@ -730,6 +730,16 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int,
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((gib << 30) - 500, gib << 30))
 
 
+def test_what_others_hold_counts_and_the_context_of_this_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    fake_cuda(monkeypatch, "NVIDIA GeForce RTX 3060", (8, 6), 12)
+    # Where the driver's library does not answer, what torch says is free, its own context gone from it already.
+    assert catalog.detect_card("cuda").memory_bytes == (12 << 30) - 500
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 300)
+    assert catalog.detect_card("cuda").memory_bytes == (12 << 30) - 300
+
+
 def no_cuda(monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
     import torch
 

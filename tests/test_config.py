@@ -331,7 +331,7 @@ def test_a_missing_file_or_recipe_names_the_nearest(tmp_path: Path) -> None:
         load_config(tmp_path / "mi.yaml")
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(str(tmp_path))
-    with pytest.raises(ConfigError, match="the recipes are own-task, quickstart"):
+    with pytest.raises(ConfigError, match="the recipes are fit-1.5b, .*, own-task, quickstart"):
         load_config("/nowhere/zzz.yaml")
 
 
@@ -402,7 +402,7 @@ def test_what_may_not_change_in_a_run_that_goes_on(override: str, said: str) -> 
 
 
 def test_every_recipe_loads() -> None:
-    assert recipe_names() == ["own-task", "quickstart"]
+    assert recipe_names() == ["fit-1.5b", "fit-14b", "fit-32b", "fit-8b", "fit-8b-20k", "own-task", "quickstart"]
     for name in recipe_names():
         loaded = load_config(name)
         assert (loaded.name, loaded.base_dir) == (name, Path.cwd())

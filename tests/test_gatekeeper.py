@@ -60,7 +60,7 @@ def test_a_run_asks_the_gate_first_and_keeps_what_it_said(tmp_path: Path) -> Non
     said = json.loads(run_dir.gate_path.read_bytes())
     assert said["verdict"] in ("go", "caution") and said["forced"] is False
     assert (said["prompts"] % ROUND_PROMPTS, said["group_size"]) == (0, 4)
-    first = next(row for row in run_dir.read("events") if row["kind"] != "warning")
+    first = next(row for row in run_dir.read("events") if row["kind"] not in ("warning", "plan", "rehearsal"))
     assert (first["kind"], first["step"], first["message"]) == ("gate", 0, said["sentence"])
     seen = [row["groups/zero_variance"] for row in run_dir.read("metrics")]
     assert report["gate"] == {
@@ -159,8 +159,8 @@ def test_the_api_gives_the_gates_report_as_json() -> None:
 def sabotaged(monkeypatch: pytest.MonkeyPatch, sabotage: Any) -> None:
     """Every run gets parts on which `sabotage(policy)` was done."""
 
-    def build(checked: Preflight) -> Parts:
-        parts = assemble(checked)
+    def build(checked: Preflight, *, goes_on: bool) -> Parts:
+        parts = assemble(checked, goes_on=goes_on)
         sabotage(parts.policy)
         return parts
 

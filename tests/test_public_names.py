@@ -8,7 +8,7 @@ import lowmem_grpo
 
 
 def test_public_names() -> None:
-    assert lowmem_grpo.__all__ == ["Config", "Run", "baseline", "evaluate", "load", "score", "train"]
+    assert lowmem_grpo.__all__ == ["Config", "Run", "baseline", "evaluate", "load", "plan", "score", "train"]
     assert all(hasattr(lowmem_grpo, name) for name in lowmem_grpo.__all__)
 
 

@@ -83,7 +83,7 @@ def test_an_update_moves_every_part_of_the_adapter_and_reports_it(tmp_path: Path
         *("policy/entropy", "policy/sampler_gap", "policy/clip_low", "policy/clip_high"),
         *("optim/loss", "optim/grad_norm", "optim/lr", "optim/skipped"),
         *("time/rollout_s", "time/reward_s", "time/update_s", "time/step_s", "speed/rollout_tokens_per_s"),
-        *("memory/rollout_peak_bytes", "memory/update_peak_bytes"),
+        *("memory/rollout_peak_bytes", "memory/update_peak_bytes", "memory/planned_bytes"),
         *("eval/score", "eval/correct", "eval/format"),
     }
     assert row["time/step_s"] == pytest.approx(row["time/rollout_s"] + row["time/reward_s"] + row["time/update_s"])

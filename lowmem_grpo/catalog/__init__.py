@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from lowmem_grpo.catalog.cards import CARDS, CardSpec, card_named, compute_dtype, detect_card, known_card, smallest_card
+from lowmem_grpo.catalog.cards import CARDS, CardSpec, card_named, compute_dtype, detect_card, known_card
 from lowmem_grpo.catalog.embedded import SMOLLM2_135M, EmbeddedSource, cache_root
 from lowmem_grpo.catalog.folder import FAMILIES
 from lowmem_grpo.catalog.known import KNOWN, KnownModel, known_model
@@ -49,5 +49,4 @@ __all__ = [
     "no_progress",
     "resolve_model",
     "shape_of",
-    "smallest_card",
 ]

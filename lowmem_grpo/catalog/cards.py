@@ -14,7 +14,7 @@ from pathlib import Path
 from lowmem_grpo.errors import ConfigError, nearest
 from lowmem_grpo.types import Card
 
-__all__ = ["CARDS", "CardSpec", "card_named", "compute_dtype", "detect_card", "known_card", "smallest_card"]
+__all__ = ["CARDS", "CardSpec", "card_named", "compute_dtype", "detect_card", "known_card"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +147,6 @@ def card_named(text: str) -> Card:
     )
 
 
-def smallest_card(needed_bytes: int) -> str | None:
-    """The slug of the card with the least memory that holds this many bytes, of one size the commonest at home.
-
-    >>> smallest_card(11 << 30), smallest_card(12 << 30), smallest_card(200 << 30)
-    ('rtx3060-12gb', 'rtx4060ti-16gb', None)
-    """
-    return next((slug for slug, spec in CARDS.items() if spec.usable_bytes >= needed_bytes), None)
-
-
 def _words(name: str) -> list[str]:
     """The lower-case words of a card's name without those of the maker."""
     return [word for word in re.split(r"[\s\-_]+", name.lower()) if word not in _MAKERS]
@@ -254,6 +245,7 @@ def _cuda(device: str) -> Card:
     index = int(device.partition(":")[2] or torch.cuda.current_device())
     if index >= (count := torch.cuda.device_count()):
         raise ConfigError(f"device is {device!r} but the GPUs here are cuda:0 to cuda:{count - 1}.")
+    taken_bytes = _taken_bytes(index)
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if not _has_kernels(capability, torch.cuda.get_arch_list()):
         raise ConfigError(
@@ -262,7 +254,21 @@ def _cuda(device: str) -> Card:
             "device=cpu to use the CPU on purpose."
         )
     free, total = torch.cuda.mem_get_info(index)
+    if taken_bytes is not None:
+        free = total - taken_bytes
     return _card(name, "cuda" if device == "auto" else device, capability, free, known_card(name, total))
+
+
+def _taken_bytes(index: int) -> int | None:
+    """What others hold of a GPU, None where the driver's library does not say. Asked before CUDA has a context in this
+    process, since the plan counts the context itself."""
+    import pynvml
+    import torch
+
+    try:
+        return torch.cuda.device_memory_used(index)
+    except (pynvml.NVMLError, ImportError, RuntimeError):
+        return None
 
 
 def _has_kernels(capability: tuple[int, int], built_for: Iterable[str]) -> bool:

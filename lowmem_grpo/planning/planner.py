@@ -42,7 +42,7 @@ from lowmem_grpo.types import Card, MemorySettings
 if TYPE_CHECKING:
     from lowmem_grpo.planning.simulate import Simulation
 
-__all__ = ["NIGHT_S", "Plan", "Refusal", "check_fits", "configured_budget", "make_plan", "models_for"]
+__all__ = ["Plan", "Refusal", "check_fits", "configured_budget", "make_plan", "models_for"]
 
 NIGHT_S = 8 * 3600
 """A night."""
@@ -79,7 +79,8 @@ class Refusal:
     def sentence(self) -> str:
         """What is wrong."""
         workload = self.workload
-        lengths = f"prompts of {workload.prompt_tokens} and answers of {workload.answer_tokens} tokens"
+        prompts = f"prompts of {workload.prompt_tokens} and " if workload.prompt_tokens > 1 else ""
+        lengths = f"{prompts}answers of {workload.answer_tokens} tokens"
         return (
             f"{workload.shape.name} with {lengths} needs {_gib(self.need_bytes)} at its peak, in the "
             f"{self.peak_phase}, and has {_room(workload.card, self.budget_bytes)}"
@@ -329,10 +330,13 @@ def _refusal(
 def _fitting_overrides(
     workload: Workload, choice: Choice, fixed: Mapping[str, Any], need: int, budget: int, extra: int
 ) -> tuple[str, ...]:
-    """Memory settings that would fit, or a budget that the card has room for, as `key=value`; empty if neither.
+    """One memory setting that would make it fit, or else several, or a budget that the card has room for; or nothing.
 
-    Of the settings those of the config are enough, unless a simulation needs more than the rest is chosen by.
+    Of several those of the config are enough, unless a simulation needs more than the rest is chosen by.
     """
+    single = [one for one in suggestions(workload, choice.settings, budget) if one.fits and not one.changes_training]
+    if single and not extra:
+        return single[0].overrides
     free = choose(workload, budget - extra)
     if free.fits:
         before, after = asdict(choice.settings), asdict(free.settings)

@@ -428,7 +428,9 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if report.get("best_step") is not None:
         facts.append(("adapter of", _best_step(report)))
     if report.get("peak_memory_bytes"):
-        facts.append(("peak memory", size(report["peak_memory_bytes"])))
+        planned = report.get("memory", {}).get("planned_bytes", {}).values()
+        beside = f" (planned {size(max(planned))})" if planned else ""
+        facts.append(("peak memory", size(report["peak_memory_bytes"]) + beside))
     adapter = report.get("adapter")
     if adapter:
         facts.append(("adapter", str(adapter)))
