@@ -567,7 +567,7 @@ def trl_arguments(checked: Preflight, rows: int) -> dict[str, Any]:
         "adam_epsilon": 1e-8,
         "weight_decay": optim.weight_decay,
         "max_grad_norm": optim.max_grad_norm,
-        "gradient_checkpointing": config.memory.activation_checkpointing,
+        "gradient_checkpointing": bool(config.memory.activation_checkpointing),
         "bf16": checked.dtype == "bfloat16",
         "fp16": checked.dtype == "float16",
     }

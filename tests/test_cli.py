@@ -25,7 +25,9 @@ from lowmem_grpo.rundir import RunDir, Status
 from tests.runs import during_step, model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["init", "plan", "baseline", "train", "resume", "stop", "watch", "samples", "eval", "score", "runs", "models"]
+COMMANDS = [
+    *("init", "plan", "baseline", "train", "resume", "stop", "watch", "samples", "eval", "score", "runs", "models")
+]
 REWARD = """\
 def code_points(completions, **columns):
     return [sum(map(ord, text)) / 1000 for text in completions]

@@ -87,7 +87,7 @@ def test_a_run_that_does_not_fit_is_an_answer_too() -> None:
 
 def test_the_settings_of_the_config_are_told_apart() -> None:
     lines = [" ".join(line.split()) for line in lines_of(call("plan", *SEVEN_B, "--card", "12gb"))]
-    assert "memory.micro_batch_tokens 330 the config" in lines
+    assert "memory.micro_batch_tokens 160 the config" in lines
     assert "memory.activation_checkpointing false the config" in lines
 
 

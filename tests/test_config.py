@@ -331,7 +331,7 @@ def test_a_missing_file_or_recipe_names_the_nearest(tmp_path: Path) -> None:
         load_config(tmp_path / "mi.yaml")
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(str(tmp_path))
-    with pytest.raises(ConfigError, match="the recipes are fit-1.5b, .*, own-task, quickstart"):
+    with pytest.raises(ConfigError, match=r"the recipes are fit-1\.5b, .*, own-task, quickstart"):
         load_config("/nowhere/zzz.yaml")
 
 

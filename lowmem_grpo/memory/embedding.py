@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lowmem_grpo.errors import ModelError
 from lowmem_grpo.memory.host import host_memory
 
-__all__ = ["offload_embedding"]
+__all__ = ["is_offloaded", "offload_embedding"]
 
 
 def offload_embedding(model: Any, device: torch.device) -> int:
@@ -38,7 +38,7 @@ def offload_embedding(model: Any, device: torch.device) -> int:
     trained, and when it is more than a look-up times a factor.
     """
     embedding = model.get_input_embeddings()
-    if isinstance(getattr(embedding, "offloaded", None), _Offloaded):
+    if is_offloaded(embedding):
         return 0
     _check_embedding(embedding, model.get_output_embeddings())
     weight = embedding.weight
@@ -49,6 +49,11 @@ def offload_embedding(model: Any, device: torch.device) -> int:
     embedding.offloaded = _Offloaded(device)
     embedding.forward = types.MethodType(_offloaded_forward, embedding)
     return weight.numel() * weight.element_size()
+
+
+def is_offloaded(embedding: nn.Module) -> bool:
+    """Whether the weight of this embedding lies in host memory because of `offload_embedding`."""
+    return isinstance(getattr(embedding, "offloaded", None), _Offloaded)
 
 
 @dataclass(frozen=True, slots=True)

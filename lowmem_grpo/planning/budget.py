@@ -89,11 +89,10 @@ NORM_BACKWARD_BYTES = {2: 20, 4: 16}
 LAST_NORM_BACKWARD_BYTES = 20
 """The same of the norm behind the last layer."""
 
-GAP_LOGIT_BYTES = 4
-"""Update on a GPU, per logit of a chunk: what the allocator holds and cannot use. Not derived but fitted: with one fp32
-chunk and one decoded weight the sum comes within 8 % of what `memory.allocator` reserves above the weights for traces
-of three models (0.5B, 1.7B, 8B) under four settings each, and within 4 % for two more (3B, 360M) that it was not fitted
-to; the allocated bytes alone are 3 to 22 % less."""
+GAP_LOGIT_BYTES, GAP_WEIGHTS = 4, 2
+"""Update on a GPU: what the allocator holds and cannot use, per logit of a chunk and in decoded weights. Not derived but
+fitted to what `memory.allocator` reserves for traces of ten models; `scripts/bench_plan.py` compares. The allocated bytes
+alone are 3 to 22 % less."""
 
 TILE_TOKENS = 256
 """Answers share an attention tile up to this many tokens (`attention.TILE_TOKENS`)."""
@@ -392,7 +391,7 @@ def update_items(workload: Workload, settings: MemorySettings) -> tuple[Item, ..
     else:
         moments = [[gradients, *kept, *moment] for moment in (*of_head, *of_layer)]
     on_gpu = workload.card.device != "cpu"
-    gaps = GAP_LOGIT_BYTES * chunk * shape.vocab + _decoded_weight(workload) if on_gpu else 0
+    gaps = GAP_LOGIT_BYTES * chunk * shape.vocab + GAP_WEIGHTS * _decoded_weight(workload) if on_gpu else 0
     return _items("update", [*max(moments, key=_sum), ("gaps of the allocator", gaps)])
 
 

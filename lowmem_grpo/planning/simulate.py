@@ -19,7 +19,7 @@ import torch
 from lowmem_grpo.batching import largest_micro_batch
 from lowmem_grpo.memory.allocator import CachingAllocator
 from lowmem_grpo.memory.decoded import hold_decoded_weights
-from lowmem_grpo.memory.embedding import offload_embedding
+from lowmem_grpo.memory.embedding import is_offloaded, offload_embedding
 from lowmem_grpo.memory.live import tensors_in
 from lowmem_grpo.memory.trace import Allocation, AllocationTrace
 from lowmem_grpo.model import DTYPES, LoraSpec, Policy, attach_adapter
@@ -89,7 +89,7 @@ def simulate(workload: Workload, settings: MemorySettings, *, expandable_segment
         problems = longest_problems(workload.prompts_per_step, workload.prompt_tokens)
         with trace:
             with _marked(trace, marks, "load"):
-                _load(trace, policy, settings)
+                _load(trace, policy)
             weights_bytes = trace.live_bytes
             trace.count(policy.adapter_tensors(), "adapter")
             _first_optimizer_step(updater)
@@ -188,15 +188,15 @@ def updater_for(policy: Policy, workload: Workload, settings: MemorySettings) ->
     return Updater(policy, update_settings, optimizer)
 
 
-def _load(trace: AllocationTrace, policy: Policy, settings: MemorySettings) -> None:
+def _load(trace: AllocationTrace, policy: Policy) -> None:
     """Weights one after the other; a 4-bit one is there unpacked until it is packed, and what goes to the host is
     loaded onto the card first."""
-    embedding = policy.model.get_input_embeddings().weight
-    host_bytes = embedding.numel() * embedding.element_size() if settings.offload_embeddings else 0
+    embedding = policy.model.get_input_embeddings()
+    host_bytes = embedding.weight.nbytes if is_offloaded(embedding) else 0
     if host_bytes:
         trace.on_made(host := trace.next_number(), host_bytes, "an embedding on its way to the host")
     for tensor in _base_tensors(policy):
-        if host_bytes and tensor is embedding:
+        if host_bytes and tensor is embedding.weight:
             continue
         state, number = getattr(tensor, "quant_state", None), trace.next_number()
         unpacked_bytes = 2 * tensor.numel() * state.dtype.itemsize if state is not None else 0

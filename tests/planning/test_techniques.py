@@ -87,7 +87,7 @@ def reserved(phase: str) -> Callable[[Run], int]:
 SHALLOW = run_of(llama(), offload_embeddings=True)
 
 # 6 layers with a small vocabulary and hardly any adapter; the backward of the last layer is the peak of the update.
-DEEP = run_of(llama(num_hidden_layers=6, vocab_size=4096), rank=1)
+DEEP = run_of(llama(num_hidden_layers=6, vocab_size=4096), rank=1, head_chunk_tokens=64)
 
 # An MLP 8 times as wide as the model: at a quarter of the tokens its backward is more than that of a norm.
 WIDE = run_of(llama(intermediate_size=2048, vocab_size=4096), head_chunk_tokens=64, mlp_tile_tokens=272)
@@ -116,8 +116,8 @@ SEVENS = run_of(
     )
 )
 
-# Kept by one layer per token: two norms in fp32, their outputs, q and attention's outputs of the tiles and joined, k and
-# v and both again for the tile of the answer, log-sum-exps of 4 heads, and four of width I in the MLP.
+# Kept by one layer per token: two norms in fp32, their outputs, q, attention's outputs of the tiles and joined, k and v
+# and both again for the tile of the answer, log-sum-exps of 4 heads, and four of width I in the MLP.
 KEPT = 2 * 4 * 256 + 2 * 2 * 256 + 3 * 2 * 256 + 4 * 2 * 128 + 4 * 4 + 4 * 2 * 1024
 
 # A forward without gradient, per token: four of width H, cos and sin of 64 each, and n of width I. At few tokens two of
