@@ -120,12 +120,12 @@ def _stock_model(checked: Preflight, parts: Parts) -> PeftModel:
     with quiet_loading():
         model = attach_adapter(load_base(spec, checked.card), LoraSpec(config.lora.rank, config.lora.alpha))
     set_peft_model_state_dict(model, parts.policy.adapter_state())
-    if config.memory.activation_checkpointing:
+    if parts.memory.activation_checkpointing:
         model.get_base_model().activation_checkpointing_enable()
     return model.train()
 
 
-def _batch(checked: Preflight, groups: list[ScoredGroup]) -> dict[str, Any]:
+def _batch(checked: Preflight, parts: Parts, groups: list[ScoredGroup]) -> dict[str, Any]:
     """What both ways of packing are told."""
     size = checked.config.rollout.group_size
     advantages_P_G = (torch.arange(size, dtype=torch.float64) - (size - 1) / 2).repeat(len(groups), 1)
@@ -139,12 +139,12 @@ def _batch(checked: Preflight, groups: list[ScoredGroup]) -> dict[str, Any]:
             checked.config.algorithm.aggregation,
             max_new_tokens=checked.config.rollout.max_new_tokens,
         ),
-        "micro_batch_tokens": checked.config.memory.micro_batch_tokens,
+        "micro_batch_tokens": parts.memory.micro_batch_tokens,
     }
 
 
 def _packed(checked: Preflight, parts: Parts, groups: list[ScoredGroup]) -> list[PackedMicroBatch]:
-    return pack_groups(**_batch(checked, groups), device=parts.policy.device)
+    return pack_groups(**_batch(checked, parts, groups), device=parts.policy.device)
 
 
 class _KeepGradients(torch.optim.SGD):
@@ -162,7 +162,7 @@ def _lean(checked: Preflight, parts: Parts, groups: list[ScoredGroup]) -> Callab
         loss_options={},
         kl_coef=0.0,
         temperature=checked.config.rollout.temperature,
-        head_chunk_tokens=checked.config.memory.head_chunk_tokens,
+        head_chunk_tokens=parts.memory.head_chunk_tokens,
         max_grad_norm=1e9,
         updates_per_rollout=1,
         lr_of=lambda _: 0.0,
@@ -181,10 +181,10 @@ def _naive(checked: Preflight, parts: Parts, groups: list[ScoredGroup], stock: P
         stock.zero_grad(set_to_none=True)
         row_update(
             stock,
-            **_batch(checked, groups),
+            **_batch(checked, parts, groups),
             pad_id=parts.policy.tokenizer.pad_token_id,
             temperature=checked.config.rollout.temperature,
-            head_chunk_tokens=checked.config.memory.head_chunk_tokens,
+            head_chunk_tokens=parts.memory.head_chunk_tokens,
         )
         return {name: p.grad for name, p in stock.named_parameters() if p.requires_grad}
 
@@ -194,7 +194,7 @@ def _naive(checked: Preflight, parts: Parts, groups: list[ScoredGroup], stock: P
 def _tokens(checked: Preflight, parts: Parts, groups: list[ScoredGroup]) -> dict[str, int]:
     """Tokens that pass the model each way, padding included."""
     rows = row_micro_batches(
-        **_batch(checked, groups), pad_id=parts.policy.tokenizer.pad_token_id, device=parts.policy.device
+        **_batch(checked, parts, groups), pad_id=parts.policy.tokenizer.pad_token_id, device=parts.policy.device
     )
     return {
         "lean": sum(len(micro.input_ids_N) for micro in _packed(checked, parts, groups)),

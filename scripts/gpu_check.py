@@ -480,7 +480,7 @@ def measure(case: Case, card: Card, others_bytes: Mapping[str, int] = NOTHING) -
 
     from lowmem_grpo.batching import largest_micro_batch
     from lowmem_grpo.memory.embedding import offload_embedding
-    from lowmem_grpo.planning.simulate import updater_for
+    from lowmem_grpo.planning.simulate import leave_gradients, start_optimizer, updater_for
     from lowmem_grpo.rollout.longest import decode_longest, longest_problems
     from lowmem_grpo.types import SamplingParams
 
@@ -519,6 +519,8 @@ def measure(case: Case, card: Card, others_bytes: Mapping[str, int] = NOTHING) -
             micro_batch_tokens=settings.micro_batch_tokens,
             device=device,
         )
+        if len(micro.input_ids_N) < workload.tokens:
+            leave_gradients(updater)
         updater.update([micro], 0)
         peaks["update"] = meter.peak()
     measured = Measured(peaks, weights_bytes, meter.context_bytes(), recoveries=recoveries)
@@ -620,16 +622,6 @@ def policy_of(base: PreTrainedModel, workload: Workload, settings: MemorySetting
         mlp_tile_tokens=settings.mlp_tile_tokens,
         attention="sdpa",
     )
-
-
-def start_optimizer(updater: Updater) -> None:
-    """One step on gradients of 0, so that the optimizer has its state, as from the second step of a run on."""
-    import torch
-
-    for parameter in updater.parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    updater.optimizer.step()
-    updater.optimizer.zero_grad(set_to_none=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- speeds

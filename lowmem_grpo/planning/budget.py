@@ -90,9 +90,9 @@ LAST_NORM_BACKWARD_BYTES = 20
 """The same of the norm behind the last layer."""
 
 GAP_LOGIT_BYTES, GAP_WEIGHTS = 4, 2
-"""Update on a GPU: what the allocator holds and cannot use, per logit of a chunk and in decoded weights. Not derived but
-fitted to what `memory.allocator` reserves for traces of ten models; `scripts/bench_plan.py` compares. The allocated bytes
-alone are 3 to 22 % less."""
+"""Update on a GPU: what the allocator holds and cannot use, per logit of a chunk and in decoded weights. Not derived
+but fitted to what `memory.allocator` reserves for traces of ten models; `scripts/bench_plan.py` compares. The allocated
+bytes alone are 3 to 22 % less."""
 
 TILE_TOKENS = 256
 """Answers share an attention tile up to this many tokens (`attention.TILE_TOKENS`)."""

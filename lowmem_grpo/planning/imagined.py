@@ -243,10 +243,11 @@ class _CardAttention:
 
 
 def workspace_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes that a kernel of a GPU uses inside: read from the sources of bitsandbytes 0.50 and of flash-attention 2.
+    """Bytes that an operation uses inside on a GPU: read from the sources of bitsandbytes, flash-attention 2 and torch.
 
     Decoded weights of a 4-bit product of more than FUSED_ROWS rows (which cards decode depends on tables; here all do),
-    the scales decoded beside them, and the fp32 sums of the backward of attention.
+    the scales decoded beside them, the fp32 sums of the backward of attention, and the copy of what is summed in
+    another dtype (16 bits are summed in fp32 without one).
     """
     if func is torch.ops.bitsandbytes.gemm_4bit.default:
         rows, values = args[0].numel() // args[0].shape[-1], args[2][0] * args[2][1]
@@ -258,4 +259,6 @@ def workspace_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
         return 4 * batch * heads * (tokens + 128) * width + shared
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
         return 4 * args[1].numel()
+    if func is aten.sum.dim_IntList and (dtype := kwargs.get("dtype")) not in (None, args[0].dtype):
+        return 0 if args[0].element_size() == 2 and dtype == torch.float32 else args[0].numel() * dtype.itemsize
     return 0

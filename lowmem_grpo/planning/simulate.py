@@ -32,7 +32,7 @@ from lowmem_grpo.rollout.longest import decode_longest, longest_problems
 from lowmem_grpo.types import MemorySettings, SamplingParams
 from lowmem_grpo.update import Updater, UpdateSettings
 
-__all__ = ["Phase", "Simulation", "simulate", "updater_for"]
+__all__ = ["Phase", "Simulation", "leave_gradients", "simulate", "start_optimizer", "updater_for"]
 
 SHOWN = 12
 """Entries of the list of what was alive at a peak."""
@@ -92,7 +92,7 @@ def simulate(workload: Workload, settings: MemorySettings, *, expandable_segment
                 _load(trace, policy)
             weights_bytes = trace.live_bytes
             trace.count(policy.adapter_tensors(), "adapter")
-            _first_optimizer_step(updater)
+            start_optimizer(updater)
             with _marked(trace, marks, "rollout"):
                 decode_longest(
                     policy,
@@ -112,7 +112,7 @@ def simulate(workload: Workload, settings: MemorySettings, *, expandable_segment
                     device=policy.device,
                 )
                 if len(micro_batch.input_ids_N) < workload.tokens:
-                    _leave_gradients(updater)
+                    leave_gradients(updater)
                 updater.update([micro_batch], 0)
         for handle in handles:
             handle.remove()
@@ -227,14 +227,14 @@ def _scales(state: Any) -> Iterator[torch.Tensor]:
         yield from _scales(state.state2)
 
 
-def _leave_gradients(updater: Updater) -> None:
-    """The gradients that micro-batches before have left."""
+def leave_gradients(updater: Updater) -> None:
+    """Give every master a gradient, as micro-batches before would have."""
     for parameter in updater.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
 
 
-def _first_optimizer_step(updater: Updater) -> None:
+def start_optimizer(updater: Updater) -> None:
     """One step on gradients of no meaning, so that the optimizer has its state, as from the second step of a run on."""
-    _leave_gradients(updater)
+    leave_gradients(updater)
     updater.optimizer.step()
     updater.optimizer.zero_grad(set_to_none=True)

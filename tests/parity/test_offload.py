@@ -115,8 +115,8 @@ def card_bytes(policy: Policy, micro: PackedMicroBatch, saving: Saving) -> tuple
 @pytest.mark.parametrize("first_is_leaf", [True, False])
 def test_all_inputs_but_the_last_and_a_leaf_leave_the_card(first_is_leaf: bool) -> None:
     policy = deep_policy()
-    if not first_is_leaf:
-        policy.model.get_base_model().disable_input_require_grads()
+    if first_is_leaf:
+        policy.model.get_base_model().enable_input_require_grads()
     micro = long_micro_batch()
     input_bytes = micro.input_ids_N.shape[0] * WIDTH * 4
     moved = LAYERS - 1 - int(first_is_leaf)

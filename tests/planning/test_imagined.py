@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo import attention
@@ -41,9 +42,13 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[Any, tuple[Any, ...]]] = []
+        self.workspaces: list[int] = []
+        """What `workspace_of` says of each, the zeros left out."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.made.append((func, args))
+        if inside := workspace_of(func, args, kwargs or {}):
+            self.workspaces.append(inside)
         return func(*args, **(kwargs or {}))
 
     def arguments_of(self, func: Any) -> list[tuple[Any, ...]]:
@@ -145,6 +150,8 @@ def test_views_and_changes_in_place_are_those_of_real_tensors(shape: list[int], 
         lambda x: x.unbind(0),
         lambda x: x.permute(*reversed(range(x.dim()))),
         lambda x: x.detach(),
+        lambda x: x.unsqueeze_(1),
+        lambda x: x.transpose_(0, 1),
         lambda x: x.add_(1),
         lambda x: x.copy_(x.clone()),
         lambda x: x.zero_(),
@@ -352,10 +359,9 @@ def test_a_cpu_runs_its_own_kernel() -> None:
 
 
 def workspaces(run: Callable[[], Any]) -> list[int]:
-    """What `workspace_of` says of each operation, the zeros left out."""
     with imagined_card(AMPERE), Calls() as calls:
         run()
-    return [size for func, args in calls.made if (size := workspace_of(func, args, {}))]
+    return calls.workspaces
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (4, torch.float32), (5, torch.bfloat16)])
@@ -397,6 +403,34 @@ def test_the_backward_of_the_other_kernel_adds_up_in_fp32() -> None:
         F.scaled_dot_product_attention(query, key, key).sum().backward()
 
     assert workspaces(run) == [4 * 4 * 100 * 8]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype", "copied_bytes"),
+    [
+        (torch.float32, torch.float64, 7 * 10 * 8),
+        (torch.float32, torch.float32, 0),
+        (torch.float32, None, 0),
+        (torch.bfloat16, torch.float32, 0),
+        (torch.bfloat16, torch.float64, 7 * 10 * 8),
+    ],
+)
+def test_a_sum_in_another_dtype_copies(dtype: torch.dtype, sum_dtype: torch.dtype | None, copied_bytes: int) -> None:
+    def run() -> None:
+        torch.zeros(7, 10, dtype=dtype).sum(dim=-1, dtype=sum_dtype)
+
+    assert workspaces(run) == [copied_bytes][: bool(copied_bytes)]
+
+
+def test_the_copy_of_a_sum_is_what_torch_allocates() -> None:
+    """Of real tensors, by torch's own profiler: the copy, and nothing else but the result."""
+    x = torch.ones(8, 1000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        x.sum(dim=-1, dtype=torch.float64)
+    by_name = {event.key: event.cpu_memory_usage for event in profiled.key_averages()}
+    assert (
+        by_name["aten::_to_copy"] == 8 * 1000 * 8 == workspace_of(aten.sum.dim_IntList, (x,), {"dtype": torch.float64})
+    )
 
 
 def test_the_trace_counts_what_a_kernel_uses_inside_while_it_runs() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from lowmem_grpo.batching import largest_micro_batch
@@ -19,7 +18,7 @@ from lowmem_grpo.errors import ModelError
 from lowmem_grpo.memory.allocator import CachingAllocator
 from lowmem_grpo.memory.trace import Allocation, AllocationTrace
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, load_policy, load_tokenizer
-from lowmem_grpo.planning.simulate import Simulation, simulate, updater_for
+from lowmem_grpo.planning.simulate import Simulation, leave_gradients, simulate, start_optimizer, updater_for
 from lowmem_grpo.planning.workload import Workload
 from lowmem_grpo.rollout.longest import decode_longest, longest_problems
 from lowmem_grpo.types import Card, MemorySettings, SamplingParams
@@ -102,17 +101,11 @@ def traced_peaks(policy: Policy, workload: Workload, settings: MemorySettings) -
         first, done = done, len(trace.events)
         return allocator.replay(trace.events[first:done]).peak_allocated_bytes
 
-    def leave_gradients() -> None:
-        for parameter in updater.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-
     with AllocationTrace() as trace:
         trace.count(weights_of(policy, settings), "weights")
         peaks["weights"] = peak()
         trace.count(policy.adapter_tensors(), "adapter")
-        leave_gradients()  # of no meaning: the optimizer has its state after it
-        updater.optimizer.step()
-        updater.optimizer.zero_grad(set_to_none=True)
+        start_optimizer(updater)
         peak()
         decode_longest(
             policy,
@@ -132,7 +125,7 @@ def traced_peaks(policy: Policy, workload: Workload, settings: MemorySettings) -
             device=policy.device,
         )
         if len(micro_batch.input_ids_N) < workload.tokens:
-            leave_gradients()  # of the micro-batches before
+            leave_gradients(updater)  # of the micro-batches before
         updater.update([micro_batch], 0)
         peaks["update"] = peak() - peaks["weights"]
     return peaks
@@ -200,10 +193,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "embedding on the host": {"offload_embeddings": True},
     "tiled MLP": {"mlp_tile_tokens": 16},
     "small chunks of the head": {"head_chunk_tokens": 3},
-    "prompts one by one": {"prefill_tokens": 9, "max_concurrent": 8},
+    "prompts one by one": {"prefill_tokens": 60, "max_concurrent": 8, "prompt_tokens": 60, "answer_tokens": 2},
     "one row at a time": {"max_concurrent": 1},
     "all answers in one micro-batch": {"micro_batch_tokens": 1000},
-    "int8 cache": {"kv_int8": True},
+    "int8 cache": {"kv_int8": True, "answer_tokens": 50},
     "penalty": {"kl": True},
     "8-bit optimizer": {"optimizer": "adamw_8bit", "rank": 64},
     "decoded weights": {"decoded": True},
