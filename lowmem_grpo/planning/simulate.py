@@ -22,10 +22,10 @@ from lowmem_grpo.memory.decoded import hold_decoded_weights
 from lowmem_grpo.memory.embedding import is_offloaded, offload_embedding
 from lowmem_grpo.memory.live import tensors_in
 from lowmem_grpo.memory.trace import Allocation, AllocationTrace
-from lowmem_grpo.model import DTYPES, LoraSpec, Policy, attach_adapter
+from lowmem_grpo.model import DTYPES, POLICY_ADAPTER, REFERENCE_ADAPTER, LoraSpec, Policy, attach_adapter
 from lowmem_grpo.optim import build_optimizer
 from lowmem_grpo.planning.budget import CONTEXT_BYTES, PROCESS_BYTES
-from lowmem_grpo.planning.imagined import imagined_base, imagined_card, workspace_of
+from lowmem_grpo.planning.imagined import BLOCK, imagined_base, imagined_card, workspace_of
 from lowmem_grpo.planning.workload import Workload
 from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rollout.longest import decode_longest, longest_problems
@@ -158,6 +158,10 @@ def _imagined_policy(workload: Workload, settings: MemorySettings) -> Policy:
     lora = LoraSpec(rank=workload.rank, target_modules=workload.targets or "all-linear")
     with quiet_loading():
         model = attach_adapter(base, lora)
+        if workload.reference_adapter:
+            model.add_adapter(REFERENCE_ADAPTER, model.peft_config[POLICY_ADAPTER])
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(f".{POLICY_ADAPTER}." in name)
     tokenizer: Any = SimpleNamespace(eos_token_id=0, all_special_ids=[])
     return _ImaginedPolicy(
         model,
@@ -189,8 +193,8 @@ def updater_for(policy: Policy, workload: Workload, settings: MemorySettings) ->
 
 
 def _load(trace: AllocationTrace, policy: Policy) -> None:
-    """Weights one after the other; a 4-bit one is there unpacked until it is packed, and what goes to the host is
-    loaded onto the card first."""
+    """Weights one after the other; a 4-bit one is there unpacked until it is packed, beside two fp32 scales for each of
+    its blocks (measured), and what goes to the host is loaded onto the card first."""
     embedding = policy.model.get_input_embeddings()
     host_bytes = embedding.weight.nbytes if is_offloaded(embedding) else 0
     if host_bytes:
@@ -199,7 +203,8 @@ def _load(trace: AllocationTrace, policy: Policy) -> None:
         if host_bytes and tensor is embedding.weight:
             continue
         state, number = getattr(tensor, "quant_state", None), trace.next_number()
-        unpacked_bytes = 2 * tensor.numel() * state.dtype.itemsize if state is not None else 0
+        values = 2 * tensor.numel()
+        unpacked_bytes = values * state.dtype.itemsize + 2 * 4 * values // BLOCK if state is not None else 0
         if unpacked_bytes:
             trace.on_made(number, unpacked_bytes, "a weight being packed")
         trace.count([tensor], "weights")
@@ -210,8 +215,10 @@ def _load(trace: AllocationTrace, policy: Policy) -> None:
 
 
 def _base_tensors(policy: Policy) -> Iterator[torch.Tensor]:
+    """In the order in which transformers loads them, that of their names; then what is decoded from them."""
     base = policy.model.get_base_model()
-    for name, tensor in (*base.named_parameters(), *base.named_buffers()):
+    named = (*base.named_parameters(), *base.named_buffers())
+    for name, tensor in sorted(named, key=lambda entry: entry[0]):
         if ".lora_" not in name:
             yield tensor
             yield from _scales(getattr(tensor, "quant_state", None))

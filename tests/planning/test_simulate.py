@@ -264,14 +264,23 @@ def test_the_load_by_hand(offload_embeddings: bool) -> None:
     norms, frequencies = 3 * 64 * 2, 2 * 16 * 4
     weights_bytes = 2 * matrix + 4 * small + 3 * large + norms + frequencies
     assert simulation.weights_bytes == weights_bytes - (matrix if offload_embeddings else 0)
-    # In blocks of 512 bytes: the highest moment is when the last layer, down, is packed. It is there in 16 bits.
+    # In blocks of 512 bytes, by name: head, embedding, a norm, down, gate, and at the highest moment up is packed: it
+    # is there in 16 bits, with two fp32 numbers for each 64 of its values.
     small, large = 2048 + 4 * 512 + 1024, 32768 + 1024 + 3 * 512 + 1024
-    assert simulation.phases["load"].allocated_bytes == matrix + 4 * small + 2 * large + 65536 * 2 + 32768
-    assert simulation.phases["load"].largest[0] == Allocation("outside the model: a weight being packed", 131072)
-    # The head, norms and rotary frequencies come later.
-    resident = matrix + 4 * small + 3 * large + matrix + (3 + 2) * 512
+    packing = 65536 * 2 + 65536 // 8
+    assert simulation.phases["load"].allocated_bytes == 2 * matrix + 512 + 2 * large + packing + 32768
+    assert simulation.phases["load"].largest[0] == Allocation("outside the model: a weight being packed", packing)
+    # The attention, the other norms and rotary frequencies come later.
+    resident = 2 * matrix + 4 * small + 3 * large + (3 + 2) * 512
     assert resident < simulation.phases["load"].allocated_bytes < simulation.phases["update"].allocated_bytes
     assert_sound(simulation)
+
+
+def test_a_reference_adapter_is_another_adapter_and_its_copy() -> None:
+    alone, both = (simulate(wide(reference_adapter=way), SETTINGS).phases["rollout"] for way in (False, True))
+    # In 16 bits: rank 4; q, k, v, o of 64 x 64, gate, up and down of 64 and 1024; fp32 masters and a copy.
+    values = 4 * (4 * (64 + 64) + 3 * (64 + 1024))
+    assert both.allocated_bytes - alone.allocated_bytes == values * (4 + 2)
 
 
 def test_what_is_alive_at_the_peak_is_named_by_module() -> None:
