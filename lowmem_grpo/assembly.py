@@ -48,7 +48,7 @@ from lowmem_grpo.errors import ConfigError, DataError
 from lowmem_grpo.losses import check_loss_options
 from lowmem_grpo.memory.cap import AllocatorSetup, configure_allocator
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
-from lowmem_grpo.planning.budget import KV_ITEM
+from lowmem_grpo.planning.budget import CONTEXT_BYTES, KV_ITEM
 from lowmem_grpo.planning.choosing import Choice, choose
 from lowmem_grpo.planning.planner import check_fits, configured_budget
 from lowmem_grpo.planning.workload import Workload, fixed_settings, workload_of
@@ -233,7 +233,7 @@ def _fitted(checked: Preflight, resolved: ResolvedModel, data: PreparedData, goe
     longest = max((len(problem.prompt_ids) for problem in data.train), default=1)
     shape = model_shape(resolved.config, config.model.name)
     workload = workload_of(config, shape, card, checked.dtype, longest)
-    budget = configured_budget(config, card)
+    budget = _budget(checked)
     fixed = fixed_settings(config)
     choice = choose(workload, budget, fixed)
     if goes_on and not choice.fits:
@@ -241,6 +241,12 @@ def _fitted(checked: Preflight, resolved: ResolvedModel, data: PreparedData, goe
         choice = choose(workload, budget)
     check_fits(workload, choice, budget, fixed)
     return workload, choice
+
+
+def _budget(checked: Preflight) -> int:
+    """Bytes that the run may use: what the config says, or what is free, and less where the process is capped."""
+    budget, cap_bytes = configured_budget(checked.config, checked.card), checked.allocator.cap_bytes
+    return budget if cap_bytes is None else min(budget, cap_bytes + CONTEXT_BYTES)
 
 
 def with_memory(config: Config, settings: MemorySettings) -> Config:
@@ -264,7 +270,7 @@ def _eval_rows(policy: Policy, checked: Preflight, choice: Choice, data: Prepare
         slots=1,
         answer_tokens=checked.config.rollout.max_new_tokens,
     )
-    estimate, budget = choice.estimate, configured_budget(checked.config, checked.card)
+    estimate, budget = choice.estimate, _budget(checked)
     training = sum(item.bytes for item in estimate.items if item.name == KV_ITEM)
     spare = budget - estimate.phase_bytes("rollout")
     return max(1, (training + max(0, min(spare, EVAL_KV_BYTES))) // row.bytes(policy.dtype))

@@ -399,7 +399,7 @@ class Trainer:
         with self._measured("rollout"):
             self.engine.rehearse(problems, config.group_size, self.sampling)
         with self._measured("update"):
-            self.updater.rehearse(lambda tokens: [repack(micro_batch_tokens=tokens)])
+            self.updater.rehearse(lambda size: [repack(micro_batch_tokens=size)])
         sizes = " and ".join(
             f"{self.progress.peaks[phase] / 2**30:.2f} GiB in the {phase} "
             f"(planned {self.planned_bytes(phase) / 2**30:.2f})"

@@ -138,6 +138,21 @@ def test_a_run_goes_on_with_leaner_settings_where_less_memory_is_free(
     assert settings[0]["head_chunk_tokens"] == 4096 > settings[1]["head_chunk_tokens"]
 
 
+def test_a_capped_process_plans_for_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows and WSL torch gets less than the card has; the context is not torch's."""
+    from lowmem_grpo.memory.cap import AllocatorSetup
+    from lowmem_grpo.planning.budget import CONTEXT_BYTES
+
+    loaded = tiny_run(**IN_MEMORY)
+    for cap_bytes, expected in ((None, 980 * MIB), (100 * MIB, 100 * MIB + CONTEXT_BYTES), (4000 * MIB, 980 * MIB)):
+        setup = AllocatorSetup(expandable_segments=False, cap_bytes=cap_bytes)
+        monkeypatch.setattr(assembly, "configure_allocator", lambda card, setup=setup: setup)
+        with_free_memory(monkeypatch, 1000 * MIB)
+        checked = assembly.preflight(loaded, functions=FUNCTIONS)
+        assert assembly._budget(checked) == expected
+        checked.close()
+
+
 def test_int8_keys_switch_the_sampler_correction_on(tmp_path: Path) -> None:
     plain, _ = run(tmp_path / "plain")
     int8, report = run(tmp_path / "int8", "rollout.kv_dtype=int8")
