@@ -578,7 +578,7 @@ def _show_plan(plan: Plan) -> None:
         print(f"{advice[:1].upper()}{advice[1:]}.")
     print(
         f"Planned with {asked.group_size} answers of up to {asked.answer_tokens} tokens to each of "
-        f"{asked.prompts_per_step} prompts of up to {asked.prompt_tokens}.\n"
+        f"{asked.prompts_per_step} prompt{'s' * (asked.prompts_per_step > 1)} of up to {asked.prompt_tokens}.\n"
     )
     _show(_memory_table(plan))
     _show_largest(plan)
