@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,14 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.advantages import check_estimator_options
 from lowmem_grpo.answers import reward_specs
 from lowmem_grpo.catalog import (
-    EMBEDDED,
     ModelInfo,
     ResolvedModel,
     compute_dtype,
     detect_card,
+    embedded_source,
     inspect_model,
     resolve_model,
 )
-from lowmem_grpo.catalog.folder import context_length
 from lowmem_grpo.catalog.progress import download_bar
 from lowmem_grpo.catalog.shapes import model_shape
 from lowmem_grpo.config import Config, LoadedConfig
@@ -44,14 +43,14 @@ from lowmem_grpo.data import (
     read_rows,
     template_record,
 )
-from lowmem_grpo.errors import ConfigError, DataError
+from lowmem_grpo.errors import ConfigError
 from lowmem_grpo.losses import check_loss_options
 from lowmem_grpo.memory.cap import AllocatorSetup, configure_allocator
 from lowmem_grpo.model import LoraSpec, ModelSpec, Policy, check_adapter_folder, load_base, load_policy, load_tokenizer
 from lowmem_grpo.planning.budget import CONTEXT_BYTES, KV_ITEM
 from lowmem_grpo.planning.choosing import Choice, choose
 from lowmem_grpo.planning.planner import check_fits, configured_budget
-from lowmem_grpo.planning.workload import Workload, fixed_settings, workload_of
+from lowmem_grpo.planning.workload import Workload, check_context, fixed_settings, workload_of
 from lowmem_grpo.plugins import is_file_spec, split_file_spec
 from lowmem_grpo.quiet import quiet_loading
 from lowmem_grpo.rewards import REWARDS, AnswerChecker, RewardSpec, Rubric
@@ -150,8 +149,9 @@ def preflight(
     model = inspect_model(config.model.name, revision=config.model.revision)
     if model.revision is not None:  # the newest one, found just now: a resume has to load the same weights
         config = Config(**{**config.model_dump(), "model": {**config.model.model_dump(), "revision": model.revision}})
-    _check_context(config, model)
-    _check_room(config, model, card, dtype)
+    workload = workload_of(config, model_shape(model.config, config.model.name), card, dtype)
+    check_context(workload)
+    _check_room(config, workload)
     data_spec = _data_spec(config)
     metric = evaluation_specs(config, functions or {})
     with contextlib.ExitStack() as opened:
@@ -350,7 +350,7 @@ def with_absolute_paths(config: Config, base_dir: Path) -> Config:
         return str(path.resolve()) if path.exists() else name
 
     changed = config.model_dump()
-    if config.model.name.lower() not in {name for source in EMBEDDED for name in (source.name, *source.aliases)}:
+    if embedded_source(config.model.name) is None:
         changed["model"]["name"] = absolute(config.model.name)
     changed["data"]["source"] = absolute(config.data.source)
     changed["data"]["test_source"] = absolute(config.data.test_source)
@@ -442,22 +442,10 @@ def _loss_options(config: Config) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check_context(config: Config, model: ModelInfo) -> None:
-    context = context_length(model.config)
-    wanted = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if context is not None and wanted > context:
-        raise DataError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} together exceed the context of {config.model.name}, {context} tokens; "
-            "lower one of them."
-        )
-
-
-def _check_room(config: Config, model: ModelInfo, card: Card, dtype: str) -> None:
+def _check_room(config: Config, workload: Workload) -> None:
     """Refuse, before anything is fetched, what would not fit even with the shortest prompt."""
-    workload = workload_of(config, model_shape(model.config, config.model.name), card, dtype, prompt_tokens=1)
-    budget = configured_budget(config, card)
-    check_fits(workload, choose(workload, budget), budget, {})
+    shortest, budget = replace(workload, prompt_tokens=1), configured_budget(config, workload.card)
+    check_fits(shortest, choose(shortest, budget), budget, {})
 
 
 def _check_attention(config: Config, card: Card, dtype: str) -> None:

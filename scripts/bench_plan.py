@@ -1,7 +1,8 @@
+#!/usr/bin/env python
 """Planner against simulator: peaks by arithmetic beside those of the real code on fake tensors.
 
-    scripts/bench_plan.py [--json] [--pairs 0 3 ...]    planned against simulated
-    scripts/bench_plan.py --cards                       the README's table: what fits on which card, minutes a step
+    python scripts/bench_plan.py [--json] [--pairs 0 3 ...]    planned against simulated
+    python scripts/bench_plan.py --cards                       the README's table: what fits on which card
 
 Ten models from 0.5B to 32B, each with lengths and a card of its own, under the settings that the planner chooses there.
 What is compared is what either says on top of the frozen weights and the CUDA context, which both get from the same

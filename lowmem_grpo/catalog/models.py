@@ -17,7 +17,17 @@ from lowmem_grpo.catalog.progress import Progress, no_progress
 from lowmem_grpo.catalog.shapes import ModelShape, model_shape
 from lowmem_grpo.errors import ModelError, nearest
 
-__all__ = ["ALIASES", "EMBEDDED", "ModelInfo", "Origin", "ResolvedModel", "inspect_model", "resolve_model", "shape_of"]
+__all__ = [
+    "ALIASES",
+    "EMBEDDED",
+    "ModelInfo",
+    "Origin",
+    "ResolvedModel",
+    "embedded_source",
+    "inspect_model",
+    "resolve_model",
+    "shape_of",
+]
 
 Origin = Literal["embedded", "local", "hub"]
 
@@ -68,7 +78,7 @@ def inspect_model(name: str, *, revision: str | None = None, cache_dir: Path | N
     Raises:
         ModelError: unknown or unreadable, an unsupported family or quantisation, unusable files.
     """
-    if source := _embedded(name, revision):
+    if source := embedded_source(name, revision):
         return _inspect_embedded(source, name, cache_dir or cache_root())
     if folder := _local(name):
         config, family, quantized = check_folder(folder, f"The folder {folder}")
@@ -97,7 +107,7 @@ def resolve_model(
     Raises:
         ModelError: as `inspect_model`, and when the disk is too small or the download fails.
     """
-    if source := _embedded(name, revision):
+    if source := embedded_source(name, revision):
         folder = embedded_folder(
             source, root=cache_dir or cache_root(), progress=progress or no_progress, check_disk=check_disk
         )
@@ -121,7 +131,7 @@ def shape_of(name: str, *, revision: str | None = None, cache_dir: Path | None =
     Raises:
         ModelError: unknown or unreadable, an unsupported family or quantisation, or a config without its sizes.
     """
-    if source := _embedded(name, revision):
+    if source := embedded_source(name, revision):
         return model_shape(source.config, name)
     path = Path(name).expanduser()
     if path.name == "config.json" and path.is_file():
@@ -137,7 +147,8 @@ def shape_of(name: str, *, revision: str | None = None, cache_dir: Path | None =
     return model_shape(inspect_model(name, revision=revision, cache_dir=cache_dir).config, name)
 
 
-def _embedded(name: str, revision: str | None) -> EmbeddedSource | None:
+def embedded_source(name: str, revision: str | None = None) -> EmbeddedSource | None:
+    """The embedded model that a name means, in upper or lower case; None for any other, and for a revision."""
     wanted = name.lower()
     if revision:
         return None  # the embedded weights have no revisions; the repository of the same name has

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.catalog import (
     CARDS,
-    EMBEDDED,
     KNOWN,
-    EmbeddedSource,
     card_named,
     compute_dtype,
+    embedded_source,
     inspect_model,
     known_model,
     model_shape,
@@ -36,7 +35,7 @@ from lowmem_grpo.planning.choosing import (
     suggestions,
 )
 from lowmem_grpo.planning.timing import Time, estimate_time
-from lowmem_grpo.planning.workload import Workload, fixed_settings, workload_of
+from lowmem_grpo.planning.workload import Workload, check_context, fixed_settings, workload_of
 from lowmem_grpo.types import Card, MemorySettings
 
 if TYPE_CHECKING:
@@ -207,13 +206,13 @@ def make_plan(config: Config, card: Card, *, simulate: bool = False) -> Plan:
 
     `simulate` also runs one step on fake tensors, which takes torch and some seconds, of a large model a minute.
 
-    Raises ModelError for a model that is unknown, unsupported, or whose config lacks a size; ConfigError for prompt and
+    Raises ModelError for a model that is unknown, unsupported, or whose config lacks a size; DataError for prompt and
     answer beyond the model's context.
     """
     found = _look_up(config)
     dtype, _ = compute_dtype(card, config.model.compute_dtype)
     workload = workload_of(config, found.shape, card, dtype)
-    _check_context(workload)
+    check_context(workload)
     budget, fixed = configured_budget(config, card), fixed_settings(config)
     choice = choose(workload, budget, fixed)
     simulation = _simulation(workload, choice.settings) if simulate else None
@@ -403,7 +402,7 @@ class _Found:
 def _look_up(config: Config) -> _Found:
     """What is still to fetch; of a model known from the table all of it, since nobody looks into the cache."""
     name, revision = config.model.name, config.model.revision
-    if revision is None and (source := _embedded(name)):
+    if source := embedded_source(name, revision):
         missing = inspect_model(name).download_bytes
         return _Found(shape_of(name), missing, source.build_bytes if missing else 0)
     if Path(name).expanduser().exists():
@@ -412,19 +411,6 @@ def _look_up(config: Config) -> _Found:
         return _Found(model_shape(known.config, name), known.download_bytes, known.download_bytes)
     info = inspect_model(name, revision=revision)
     return _Found(model_shape(info.config, name), info.download_bytes, info.download_bytes)
-
-
-def _embedded(name: str) -> EmbeddedSource | None:
-    return next((source for source in EMBEDDED if name.lower() in (source.name.lower(), *source.aliases)), None)
-
-
-def _check_context(workload: Workload) -> None:
-    longest, context = workload.prompt_tokens + workload.answer_tokens, workload.shape.max_positions
-    if longest > context:
-        raise ConfigError(
-            f"data.max_prompt_tokens={workload.prompt_tokens} and rollout.max_new_tokens={workload.answer_tokens} "
-            f"together exceed the context of {workload.shape.name}, {context} tokens; lower one of them."
-        )
 
 
 def _run_folder_bytes(config: Config, workload: Workload) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 from lowmem_grpo.catalog.shapes import ModelShape
 from lowmem_grpo.config import Config
+from lowmem_grpo.errors import DataError
 from lowmem_grpo.types import Card, MemorySettings
 
-__all__ = ["Workload", "fixed_settings", "workload_of"]
+__all__ = ["Workload", "check_context", "fixed_settings", "workload_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,16 @@ def workload_of(
         has_flash_attn=config.model.attention == "flash_attention_2",
         updates_per_rollout=config.algorithm.updates_per_rollout,
     )
+
+
+def check_context(workload: Workload) -> None:
+    """Raise DataError when the longest prompt and answer together exceed the model's context."""
+    longest, context = workload.prompt_tokens + workload.answer_tokens, workload.shape.max_positions
+    if longest > context:
+        raise DataError(
+            f"data.max_prompt_tokens={workload.prompt_tokens} and rollout.max_new_tokens={workload.answer_tokens} "
+            f"together exceed the context of {workload.shape.name}, {context} tokens; lower one of them."
+        )
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

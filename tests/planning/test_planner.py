@@ -11,7 +11,7 @@ import pytest
 
 from lowmem_grpo.catalog import CARDS, KNOWN, card_named
 from lowmem_grpo.config import Config, load_config
-from lowmem_grpo.errors import ConfigError, ModelError
+from lowmem_grpo.errors import ConfigError, DataError, ModelError
 from lowmem_grpo.planning import planner
 from lowmem_grpo.planning.choosing import choose
 from lowmem_grpo.planning.planner import Plan, check_fits, configured_budget, make_plan, models_for
@@ -315,7 +315,7 @@ def test_unknown_models_and_too_long_answers_are_refused(tmp_path: Path) -> None
     with pytest.raises(ModelError, match=r"no model called 'qwen2\.5-7b-instrukt'.*did you mean qwen2\.5-7b-instruct"):
         plan("qwen2.5-7b-instrukt", "12gb")
     path = folder(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"max_prompt_tokens=256 and .*=1024 together exceed .* 64 tokens"):
+    with pytest.raises(DataError, match=r"max_prompt_tokens=256 and .*=1024 together exceed .* 64 tokens"):
         make_plan(config(path), CPU)
 
 
